@@ -1,7 +1,8 @@
 """Reads a cluster with the user's kubeconfig, as kubectl does. The only module of the command that knows Kubernetes.
 
 Objects are the API server's JSON. The pages of agents in pods are read through the API server's proxy, so that neither a
-route to the pods nor a port-forward is needed. The user needs the right to `get` `pods/proxy`.
+route to the pods nor a port-forward is needed. The user needs the right to `get` `pods/proxy`, and for programs in pods
+that to `create` and `get` `pods/exec`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _PAGE_COUNT = 500
 # Requests of one command at the same time.
 CONNECTIONS = 16
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+# Channels of a program's connection, besides its standard input and output: its error output, and the API server's verdict.
+_STDERR, _ERROR = 2, 3
+# Of a program's error output, in an error.
+_SHOWN_CHARACTERS_MAX = 400
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
 
 
@@ -187,6 +192,36 @@ class Cluster:
 
         return AgentPages(f"{agent.namespace}/{agent.name} on {agent.node or 'no node'}", fetch)
 
+    def start(self, agent: AgentPod, command: Sequence[str]) -> PodProgram:
+        """Start a program in an agent's container, with the user's right to exec. Raises ClusterError."""
+        from kubernetes.stream.ws_client import WSClient
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        connect: Any = WSClient
+        words = [("container", names.AGENT_CONTAINER), *((name, "true") for name in ("stdin", "stdout", "stderr"))]
+        path = f"/api/v1/namespaces/{quote(agent.namespace)}/pods/{quote(agent.name)}/exec"
+        url = f"{self.host}{path}?{urlencode([*words, *(('command', word) for word in command)])}"
+        where = f"pod {agent.namespace}/{agent.name}"
+        try:
+            # Its binary messages keep a character whole that two of them share.
+            client = connect(
+                self._client.configuration, url.replace("http", "ws", 1), self._credentials(), False, binary=True
+            )
+        except WebSocketBadStatusException as error:
+            said = _message(getattr(error, "resp_body", None) or b"") or str(error)
+            if error.status_code in {_UNAUTHORIZED, _FORBIDDEN}:
+                text = f"{said}: ask for the right to create and get pods/exec in {agent.namespace}"
+                raise DeniedError(text) from error
+            raise ClusterError(f"no program can be started in {where}: {said}") from error
+        except (WebSocketException, OSError) as error:
+            raise ClusterError(f"no program can be started in {where}: {error}") from error
+        return PodProgram(where, client)
+
+    def _credentials(self) -> dict[str, str]:
+        # Read at each call, since tokens of a plugin or a pod are replaced.
+        settings: dict[str, Any] = dict(self._client.configuration.auth_settings())
+        return {str(entry["key"]): str(entry["value"]) for entry in settings.values() if entry["in"] == "header"}
+
     def _read(self, verb: str, path: str, body: Body | None = None) -> Body:
         status, data = self._send(verb, path, body)
         if _OK <= status < 300:  # noqa: PLR2004
@@ -204,9 +239,7 @@ class Cluster:
 
     def _send(self, verb: str, path: str, body: Body | None) -> tuple[int, bytes]:
         headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": names.PRODUCT}
-        # Read at each call, since tokens of a plugin or a pod are replaced.
-        settings: dict[str, Any] = dict(self._client.configuration.auth_settings())
-        headers |= {str(entry["key"]): str(entry["value"]) for entry in settings.values() if entry["in"] == "header"}
+        headers |= self._credentials()
         with self._foreign_errors():
             answer = self._client.rest_client.pool_manager.request(
                 verb,
@@ -226,6 +259,45 @@ class Cluster:
             yield
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ClusterError(f"the API server {self.host} cannot be reached: {error}") from error
+
+
+class PodProgram:
+    """A program in a pod, with pipes. Its standard input ends with the connection, also if this process is killed."""
+
+    def __init__(self, where: str, client: Any) -> None:
+        self._where = where
+        self._client = client
+
+    def write(self, data: bytes) -> None:
+        """Write to its standard input; any thread may. Raises ClusterError: the connection is lost."""
+        from websocket import WebSocketException
+
+        try:
+            self._client.write_stdin(data)
+        except (WebSocketException, OSError) as error:
+            raise ClusterError(f"the connection to {self._where} is lost: {error}") from error
+
+    def read_line(self, limit_s: float) -> bytes:
+        """Return a line of its standard output without the line's end; empty: none came in time.
+
+        Raises:
+            ClusterError: the program has ended, with what it wrote to its error output, or the connection is lost.
+        """
+        from websocket import WebSocketException
+
+        try:
+            line = bytes(self._client.readline_stdout(timeout=limit_s))
+            if line or self._client.is_open():
+                return line
+            said = bytes(self._client.read_channel(_STDERR)) or bytes(self._client.read_channel(_ERROR))
+        except (WebSocketException, OSError) as error:
+            raise ClusterError(f"the connection to {self._where} is lost: {error}") from error
+        text = _message(said) or said.decode(errors="replace").strip()[-_SHOWN_CHARACTERS_MAX:]
+        raise ClusterError(f"the program in {self._where} has ended: {text or 'the connection was closed'}")
+
+    def close(self) -> None:
+        """Close the connection, which ends the standard input."""
+        self._client.close()
 
 
 def container(pod: Body) -> Body:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longshore_cli import analyze, check, completion, examples, laboratory, rooms, up
+from longshore_cli import laboratory, rooms, up, verify
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -61,7 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     if completion.ASKED in os.environ:
         completion.offer(parser)
+        "verify", help="move test bytes between every pair of a deployment's agents, and compare"
+    )
+    verify.add_verify_arguments(five)
+    five.set_defaults(run=verify.verify)
     chosen, words = parser.parse_known_args(arguments)
+    if chosen.command == "bench" and words[:1] == ["cluster"]:
+        # It measures agents that run elsewhere, so it does without the laboratory.
+        return _bench_cluster(words[1:])
     if chosen.command in laboratory.COMMANDS:
         return laboratory.run(chosen.command, words, _program())
     if words:
@@ -94,6 +102,12 @@ def _version() -> str:
         return version("longshore")
     except PackageNotFoundError:
         return "of a tree that is not installed"
+
+
+def _bench_cluster(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="longshore bench cluster")
+    verify.add_bench_arguments(parser)
+    return verify.bench(parser.parse_args(words))
 
 
 def _keys(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.names import ENVIRONMENT_PREFIX, TEST_INSTANCE_PREFIX
 
 # A worker that does not end within this time is killed.
 KILL_AFTER_S = 5.0
@@ -131,6 +131,8 @@ def start(
         OSError: descriptors, processes or memory have run out.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if key.instance.startswith(TEST_INSTANCE_PREFIX):
+        settings = settings.for_tests()
     config = WorkerConfig(
         name=key.path,
         instance=key.instance,

@@ -2,7 +2,7 @@
 
 Called by the command line. `transfer` moves the KV of one request through real agents, by every way, and measures the
 bare transport in the same run; `rooms` moves many requests concurrently; `crossover` finds the sizes from which pages are
-faster written in place than staged.
+faster written in place than staged. `cluster`, which measures running agents, is the command line's own and only listed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from longshore_cli import verify
 from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_lab.bench.errors import BenchError
 from longshore_wire.errors import LongshoreError
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "crossover", help="from which sizes on pages are faster written in place", description=crossover.__doc__
         )
     )
+    verify.add_bench_arguments(questions.add_parser("cluster", help="how fast the agents of a running deployment are"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Decides EnginesConnected, PeersConnected and TransportVerified from the agents' reports.
 
-If an agent is silent, a condition is Unknown unless the reports of the others decide it.
+If an agent is silent, a condition is Unknown unless the reports of the others decide it. Instances of `longshore verify`
+do not count: they are no engines of the deployment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from longshore_operator.reasons import ConditionType
 from longshore_operator.reports import Peer, Worker
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.names import PROTECTIONS
+from longshore_wire.names import PROTECTIONS, TEST_INSTANCE_PREFIX
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
@@ -85,6 +86,8 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
     for agent in answering:
         assert agent.report is not None
         for entry in agent.report.instances:
+            if entry.instance.startswith(TEST_INSTANCE_PREFIX):
+                continue
             seen.add((entry.instance, entry.memory))
             if entry.complete:
                 whole.add((entry.instance, entry.memory))
@@ -96,19 +99,26 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         instances={half: frozenset(found - partial) for half, found in complete.items()},
         partial=frozenset(partial),
         peers=tuple(_peers(answering)),
-        workers=tuple(worker for agent in answering if agent.report is not None for worker in agent.report.workers),
+        workers=tuple(worker for _, worker in _workers(answering)),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
         answering=len(answering),
         unheard=sum(agent.unheard for agent in agents),
     )
 
 
-def _peers(agents: list[Agent]) -> Iterator[tuple[str, Worker, Peer]]:
+def _workers(agents: list[Agent]) -> Iterator[tuple[str, Worker]]:
     for agent in agents:
         assert agent.report is not None
         for worker in agent.report.workers:
-            for peer in worker.peers:
-                yield agent.pod.node, worker, peer
+            if not worker.worker.startswith(TEST_INSTANCE_PREFIX):
+                yield agent.pod.node, worker
+
+
+def _peers(agents: list[Agent]) -> Iterator[tuple[str, Worker, Peer]]:
+    for node, worker in _workers(agents):
+        for peer in worker.peers:
+            if not peer.instance.startswith(TEST_INSTANCE_PREFIX):
+                yield node, worker, peer
 
 
 def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:

@@ -1,0 +1,97 @@
+"""Renders the results of `longshore verify` and `longshore bench cluster` as tables or as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from longshore_cli.aligned import aligned
+from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
+
+_HEADER = ["prefill", "decode", "way", "wire", "GB/s", "expected", "verdict"]
+_LOAD_HEADER = ["room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The rooms of one size and concurrency, of all pairs at once.
+
+    Attributes:
+        concurrency: rooms of each pair at a time.
+        bytes_per_second: of all pairs together.
+    """
+
+    room_bytes: int
+    concurrency: int
+    pairs: int
+    rooms: int
+    failed: int
+    p50_s: float
+    p99_s: float
+    bytes_per_second: float
+    text: str = ""
+
+
+def table(judged: Sequence[Judged]) -> list[str]:
+    """Return a line for each pair, and one for each that is failed or slow."""
+    rows = [_HEADER]
+    for each in judged:
+        pair = each.pair
+        speed, expected = _speed(pair.bytes_per_second), _speed(each.expected)
+        rows.append([pair.prefill, pair.decode, pair.way, pair.wire, speed, expected, each.verdict])
+    lines = aligned(rows, frozenset({0, 1, 2, 3, 6}))
+    if any(each.expected for each in judged):
+        lines.append(f"expected: the median of the pairs with the same way and wire, if there are {EXPECTED_PAIRS_MIN}")
+    for each in judged:
+        pair = each.pair
+        if pair.reason:
+            lines.append(f"{pair.prefill} -> {pair.decode}: {pair.reason}: {pair.text}")
+        elif each.slow:
+            lines.append(
+                f"{pair.prefill} -> {pair.decode}: slow: {_speed(pair.bytes_per_second)} GB/s is less than {SLOW_PART:.0%} of the "
+                f"{_speed(each.expected)} GB/s of other pairs over {pair.wire}: compare the NICs, cables and load of both nodes"
+            )
+    return lines
+
+
+def summary(judged: Sequence[Judged], pair_count: int) -> str:
+    """Return the last line. `pair_count` counts all pairs, of which some may have been left out."""
+    counts = {word: sum(each.verdict == word for each in judged) for word in ("ok", "SLOW", "FAILED", "untested")}
+    text = f"{counts['ok'] + counts['SLOW']} of {pair_count} pairs moved every byte right"
+    more = [f"{count} {word.lower()}" for word, count in counts.items() if word != "ok" and count]
+    if pair_count > len(judged):
+        more.append(f"{pair_count - len(judged)} left out: give --pairs {pair_count} for all")
+    return f"{text}; {', '.join(more)}" if more else text
+
+
+def verify_json(judged: Sequence[Judged], pair_count: int) -> str:
+    """Return all results as JSON."""
+    pairs = [asdict(each.pair) | {"expected": each.expected, "verdict": each.verdict.lower()} for each in judged]
+    return _json({"pairs": pairs, "pair_count": pair_count})
+
+
+def load_table(loads: Sequence[Load]) -> list[str]:
+    """Return a line for each load, and the first failure of each."""
+    rows = [_LOAD_HEADER]
+    for load in loads:
+        times = [f"{1000 * seconds:.2f}" if seconds else UNKNOWN for seconds in (load.p50_s, load.p99_s)]
+        counts = [str(count) for count in (load.concurrency, load.pairs, load.rooms, load.failed)]
+        rows.append([f"{load.room_bytes / _MIB:.1f} MiB", *counts, *times, _speed(load.bytes_per_second)])
+    failures = [f"{load.room_bytes / _MIB:.1f} MiB x {load.concurrency}: {load.text}" for load in loads if load.text]
+    return [*aligned(rows, frozenset()), *failures]
+
+
+def load_json(loads: Sequence[Load]) -> str:
+    """Return all results as JSON."""
+    return _json([asdict(load) for load in loads])
+
+
+def _json(found: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.2f}" if bytes_per_second else UNKNOWN

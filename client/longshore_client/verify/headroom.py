@@ -1,0 +1,70 @@
+"""Checks that a test fits into the memory that its pod has left, so that the kernel does not kill the agent for it.
+
+Called by the test engine's program before it registers. All of a test's memory counts as the agent's container.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.names import TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
+from longshore_wire.verify_messages import Start
+
+_MIB = 1 << 20
+# As measured by the operator's `render.memory`, with a margin: a worker without its staging, and this process.
+_WORKER_BYTES, _PROCESS_BYTES = 128 * _MIB, 48 * _MIB
+# (limit, usage, statistics, name of the cache that the kernel drops first) of cgroup v2 and v1, in a container.
+_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+class NoMemoryError(LongshoreError):
+    """The pod has too little memory left for the test; names both sizes and the way out."""
+
+    reason = Reason.BUSY
+
+
+def require(config: AgentConfig, ask: Start, tokens: int) -> None:
+    """Raise NoMemoryError if the test needs more memory than the container has left."""
+    left, needed = _left_bytes(), needed_bytes(config, ask, tokens)
+    if left is not None and needed > left:
+        raise NoMemoryError(
+            f"the test needs about {needed // _MIB} MiB, and the agent's container has {max(left, 0) // _MIB} MiB left: give "
+            "smaller sizes or a lower concurrency, or more memory to spec.agents.resources"
+        )
+
+
+def needed_bytes(config: AgentConfig, ask: Start, tokens: int) -> int:
+    """Return the memory that a test needs, roughly: workers, their staging, pages, and the content to compare with."""
+    total = _PROCESS_BYTES
+    if ask.prefill:
+        staging = config.prefill.staging
+        layout = config.prefill.layout(config.model)
+        lanes_bytes = staging.lanes * min(staging.buffer_size, TEST_LANE_BYTES_MAX)
+        total += layout.rank_count * (_WORKER_BYTES + lanes_bytes + 2 * tokens * layout.token_bytes)
+    if ask.decode:
+        layout = config.decode.layout(config.model)
+        ring_bytes = min(config.decode.staging.pool_size, TEST_RING_BYTES_MAX)
+        pages_bytes = (ask.room_count + 1) * tokens * layout.token_bytes
+        total += layout.rank_count * (_WORKER_BYTES + ring_bytes + pages_bytes)
+    return total
+
+
+def _left_bytes() -> int | None:
+    """Return what this container may still allocate; None: it has no limit."""
+    for limit, usage, statistics, cache in _FILES:
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in Path(statistics).read_text(encoding="ascii").splitlines())
+            used = int(Path(usage).read_text(encoding="ascii")) - int(counts.get(cache, 0))
+            return int(Path(limit).read_text(encoding="ascii")) - used
+    return None
