@@ -83,6 +83,15 @@ def runbooks(objects: Objects) -> list[str]:
     return [rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"] if "alert" in rule]
 
 
+def verifying(deployment: str, namespace: str = "") -> Body:
+    return {"test": {"verify": {"deployment": deployment, "namespace": namespace}}}
+
+
+def verified_in(objects: Objects) -> list[str]:
+    """Return the namespaces of the objects that run `longshore verify`: its Job, account, role and binding."""
+    return sorted(body["metadata"]["namespace"] for (_, name), body in objects.items() if name == f"{OPERATOR}-verify")
+
+
 RULED = {"podMonitor": {"enabled": True}, "monitoring": {"rules": {"enabled": True}}}
 SETTINGS = {"LONGSHORE_POLL_S": "7"}
 TOLERATIONS = [{"operator": "Exists"}]
@@ -213,6 +222,8 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         True,
     ),
     "test.limitSeconds": ({"test": {"limitSeconds": 77}}, lambda o: "77" in try_out(o), False, True),
+    "test.verify.deployment": (verifying("llama"), verified_in, [], ["default"] * 4),
+    "test.verify.namespace": (verifying("llama", "team"), verified_in, [], ["default", "default", "team", "team"]),
     "podMonitor.enabled": ({"podMonitor": {"enabled": True}}, there("PodMonitor"), False, True),
     "monitoring.rules.enabled": (RULED, there("PrometheusRule"), False, True),
     "monitoring.rules.runbookUrl": (

@@ -66,16 +66,21 @@ def findings(*bodies: dict[str, object], text: str = "") -> dict[str, set[str]]:
     return found
 
 
+def _all_of(mode: str) -> list[str]:
+    """Return the values of the chart in a mode, with the Job that only a value adds."""
+    return [f"--set=mode={mode}", "--set=test.verify.deployment=llama"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_each_finding_of_the_chart_has_an_answer(plane: ControlPlane, mode: str) -> None:
-    rendered = helm(plane, "template", "longshore", str(CHART), "--kube-version=1.34.0", f"--set=mode={mode}")
+    rendered = helm(plane, "template", "longshore", str(CHART), "--kube-version=1.34.0", *_all_of(mode))
     assert rendered.returncode == 0, rendered.stderr
     assert findings(text=rendered.stdout) == answered("Deployment", "Job")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_server_strictly_accepts_the_chart(plane: ControlPlane, namespace: str, mode: str) -> None:
-    values = (f"--set=mode={mode}", "--set=crds.install=false")
+    values = (*_all_of(mode), "--set=crds.install=false")
     rendered = helm(plane, "template", "longshore", str(CHART), "-n", namespace, "--kube-version=1.34.0", *values)
     assert rendered.returncode == 0, rendered.stderr
     plane.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", stdin=rendered.stdout)

@@ -72,7 +72,7 @@ def test_the_examples_engine_is_restricted_but_for_that_folder(plane: ControlPla
         assert refused(plane, namespace, without, "restricted") == []
 
 
-def test_the_operator_and_its_test_are_restricted(plane: ControlPlane, namespace: str) -> None:
+def test_the_operator_and_its_tests_are_restricted(plane: ControlPlane, namespace: str) -> None:
     command = [
         str(binaries.find("helm")),
         "template",
@@ -81,10 +81,11 @@ def test_the_operator_and_its_test_are_restricted(plane: ControlPlane, namespace
         "-n",
         namespace,
         "--kube-version=1.34.4",
+        "--set=test.verify.deployment=llama",
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     made = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] in {"Deployment", "Job"}]
-    assert [body["kind"] for body in made] == ["Deployment", "Job"]
+    assert [body["kind"] for body in made] == ["Deployment", "Job", "Job"]
     for body in made:
         pod = pod_of(body)
         # Their accounts are not installed here.

@@ -12,9 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from longshore_cli import cluster
 from longshore_cli.arguments import seconds, whole, wholes
+from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, judge, quantile, rounds
 from longshore_cli.verify.places import Engine, Place, VerifyError, kept_alive, opened
@@ -40,6 +42,8 @@ _BENCH_EXAMPLES = """examples:
 """
 
 RoomIds = Iterator[int]
+Work = TypeVar("Work")
+Result = TypeVar("Result")
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +83,7 @@ def verify(arguments: argparse.Namespace) -> int:
                     (pair, list(itertools.islice(rooms, arguments.repeats + _WARM_UP)), flips and pair == pairs[0])
                     for pair in now
                 ]
-                with ThreadPoolExecutor(TOGETHER_MAX) as threads:
-                    measured += threads.map(lambda each: _tested(engines, problems, arguments.size, *each), work)
+                measured += _together(engines, lambda each: _tested(engines, problems, arguments.size, *each), work)
             measured = _with_wires(measured, places, engines)
         judged = judge(measured)
         if arguments.output == "json":
@@ -137,8 +140,11 @@ def _describe(parser: argparse.ArgumentParser, description: str, examples: str) 
 
 def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[list[Place]], int]) -> int:
     try:
-        with opened(arguments) as places:
+        with interrupts_raised(), opened(arguments) as places:
             return run(places)
+    except InterruptedBySignal as error:
+        sys.stderr.write(f"longshore {command}: interrupted; its test engines have ended\n")
+        return error.status
     except LongshoreError as error:
         sys.stderr.write(f"longshore {command}: {error}\n")
         return 1
@@ -168,6 +174,17 @@ def _engines(
             list(threads.map(start, [place for place in places if place.name in wanted]))
         with kept_alive(list(engines.values())):
             yield engines, problems
+
+
+def _together(engines: Mapping[str, Engine], run: Callable[[Work], Result], work: Sequence[Work]) -> list[Result]:
+    """Return the results of all pairs. An interrupt ends the test engines, for whose answers the threads wait."""
+    with ThreadPoolExecutor(TOGETHER_MAX) as threads:
+        try:
+            return list(threads.map(run, work))
+        except BaseException:
+            for engine in engines.values():
+                engine.close()
+            raise
 
 
 def _move(
@@ -209,10 +226,11 @@ def _tested(
     flip_byte: bool,
 ) -> Measured:
     base = Measured(*pair, room_bytes)
-    for name in pair:
-        if name in problems:
-            error = problems[name]
-            return replace(base, reason=error.reason.name, text=f"{name}: {error}", untested=True)
+    if lost := {name: problems[name] for name in pair if name in problems}:
+        reason = next(iter(lost.values())).reason.name
+        return replace(
+            base, reason=reason, text="; ".join(f"{name}: {error}" for name, error in lost.items()), untested=True
+        )
     try:
         claimed = _move(engines, pair, rooms, room_bytes, flip_byte=flip_byte)
     except LongshoreError as error:
@@ -283,8 +301,7 @@ def _load(
                 count *= 2
         return found, rate_s
 
-    with ThreadPoolExecutor(len(pairs)) as threads:
-        results = list(threads.map(one, pairs))
+    results = _together(engines, one, pairs)
     ended = [each for found, _ in results for each in found]
     right = [each.seconds for each in ended if not each.reason] or [0.0]
     return Load(

@@ -130,6 +130,10 @@ class Engine:
         self._lost = ""
         return answer
 
+    def close(self) -> None:
+        """End the test engine."""
+        self._program.close()
+
     def stay(self) -> None:
         """Send the line that keeps the connection alive. Any thread may call it."""
         self._program.write(b"\n")

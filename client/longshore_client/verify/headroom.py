@@ -35,12 +35,12 @@ class NoMemoryError(LongshoreError):
 
 
 def require(config: AgentConfig, ask: Start, tokens: int) -> None:
-    """Raise NoMemoryError if the test needs more memory than the container has left."""
+    """Raise NoMemoryError if the test needs more memory than the container or the machine has left."""
     left, needed = _left_bytes(), needed_bytes(config, ask, tokens)
     if left is not None and needed > left:
         raise NoMemoryError(
-            f"the test needs about {needed // _MIB} MiB, and the agent's container has {max(left, 0) // _MIB} MiB left: give "
-            "smaller sizes or a lower concurrency, or more memory to spec.agents.resources"
+            f"the test needs about {needed // _MIB} MiB, and {max(left, 0) // _MIB} MiB of memory are left beside the agent: give "
+            "smaller sizes or a lower concurrency, or its pod more memory by spec.agents.resources"
         )
 
 
@@ -61,7 +61,19 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int) -> int:
 
 
 def _left_bytes() -> int | None:
-    """Return what this container may still allocate; None: it has no limit."""
+    """Return what this container, or else this machine, may still allocate; None: unknown."""
+    found = [left for left in (_left_of_container(), _left_of_machine()) if left is not None]
+    return min(found, default=None)
+
+
+def _left_of_machine() -> int | None:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return None
+
+
+def _left_of_container() -> int | None:
     for limit, usage, statistics, cache in _FILES:
         with suppress(OSError, ValueError):
             counts = dict(line.split() for line in Path(statistics).read_text(encoding="ascii").splitlines())

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from longshore_wire.layout import KVLayout, PageOrder
 
 _SEED = 20261201
-_STREAM_BYTES = 1 << 20
-# Multiplying by 2**64 divided by the golden ratio and taking the upper bits spreads consecutive numbers evenly.
+_STREAM_BITS = 20
+# Multiplying by 2**64 divided by the golden ratio and taking the upper bits spreads numbers evenly: all bits count there.
 _SPREAD, _MASK_64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_UPPER = 24
+_UPPER = 64 - _STREAM_BITS
 
 
 def planes(layout: KVLayout, page_count: int) -> list[bytes]:
@@ -26,14 +26,14 @@ def planes(layout: KVLayout, page_count: int) -> list[bytes]:
     model = layout.model
     opaque = layout.order is PageOrder.OPAQUE
     row_bytes = layout.opaque_bytes if opaque else model.head_bytes
-    stream = random.Random(_SEED).randbytes(_STREAM_BYTES + row_bytes)
+    stream = random.Random(_SEED).randbytes((1 << _STREAM_BITS) + row_bytes)
     pages = range(page_count - 1, -1, -1)
     found = []
     for kind in range(1 if opaque else model.kinds):
         for layer in layout.layers:
             plane = (kind * model.layers + layer) << 44
             rows = (plane | unit << 14 | head for page in pages for unit, head in _page(layout, page))
-            offsets = ((((row * _SPREAD) & _MASK_64) >> _UPPER) % _STREAM_BYTES for row in rows)
+            offsets = (((row * _SPREAD) & _MASK_64) >> _UPPER for row in rows)
             found.append(b"".join([stream[offset : offset + row_bytes] for offset in offsets]))
     return found
 

@@ -1,0 +1,154 @@
+"""Tests `longshore verify` and `longshore bench cluster` with real agents as `longshore up` runs them, and real test engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import pytest
+from agent_world import wait_for, wait_for_none
+from left_behind import marked
+
+from longshore_cli.main import main
+from longshore_cli.up.fleet import Fleet, members_of, scaled
+from longshore_wire import manifest
+from longshore_wire.agent_config import dump
+from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX
+
+MANIFEST = """
+apiVersion: longshore.dev/v1alpha1
+kind: DisaggDeployment
+metadata: {name: verified, namespace: tests}
+spec:
+  model: {attention: GQA, layers: 2, kvHeads: 4, headDim: 32, dtype: float32}
+  prefill: {tensorParallel: 2, pageSize: 16, staging: {bufferSize: 1Mi, lanes: 1}}
+  decode: {tensorParallel: 1, pageSize: 8, staging: {poolSize: 96Mi}}
+  transfer: {backend: Loopback, staging: Always}
+"""
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Agents for one prefill instance and two of decode."""
+    config = scaled(manifest.load(MANIFEST).agent_config(), Fraction(1), None)
+    # Paths of sockets are short.
+    with (
+        tempfile.TemporaryDirectory(prefix="t-") as name,
+        Fleet(config, members_of(config, (1, 2)), Path(name)) as made,
+    ):
+        yield made
+
+
+def directory(fleet: Fleet) -> Path:
+    return fleet.agents["prefill-0"].directory.parent
+
+
+def words(fleet: Fleet, *more: str, command: str = "verify") -> list[str]:
+    return [*command.split(), "--directory", str(directory(fleet)), *more]
+
+
+def left(fleet: Fleet) -> list[str]:
+    """Return the test instances' workers that there still are."""
+    statuses = [agent.status() for agent in fleet.agents.values() if agent.running]
+    return [worker["worker"] for status in statuses for worker in status["workers"]]
+
+
+def test_every_pair_moves_its_bytes_with_way_and_wire_and_nothing_is_left(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(fleet, "--size", "256Ki", "-o", "json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["prefill"], each["decode"]) for each in found["pairs"]] == [
+        ("prefill-0", "decode-0"),
+        ("prefill-0", "decode-1"),
+    ]
+    for each in found["pairs"]:
+        assert (each["way"], each["wire"], each["verdict"]) == ("staged", "Loopback", "ok")
+        assert each["room_bytes"] == 256 << 10
+        assert each["bytes_per_second"] > 0
+    wait_for_none(lambda: left(fleet))
+
+
+def test_a_wrong_byte_is_found_in_its_pair_alone(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(fleet, "--size", "64Ki", "--flip-byte", "--repeats", "1")) == 1
+    out = capsys.readouterr().out
+    assert "prefill-0 -> decode-0: WRONG_BYTES: bytes differ at rank 0, V of layer 1, page 2 of 4 of the room" in out
+    assert out.splitlines()[-1] == "1 of 2 pairs moved every byte right; 1 failed"
+
+
+def test_an_agent_that_is_away_and_one_that_refuses_are_named(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    replace = msgspec.structs.replace
+    other = replace(fleet.config, prefill=replace(fleet.config.prefill, tensor_parallel=4))
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        (Path(name) / "config.json").write_text(dump(other))
+        (Path(name) / "prefill-0").symlink_to(directory(fleet) / "prefill-0")
+        # Its agent was killed.
+        (Path(name) / "decode-0").mkdir()
+        (Path(name) / "decode-0" / "agent.json").write_bytes((directory(fleet) / "decode-0/agent.json").read_bytes())
+        (Path(name) / "decode-1").mkdir()
+        assert main(["verify", "--directory", name]) == 1
+    out = capsys.readouterr().out
+    assert "prefill.tensorParallel is 4 at the engine and 2 in the deployment" in out
+    assert f"; decode-0: no agent listens at {name}/decode-0/agent.sock: No such file" in out
+    assert f"; decode-1: no agent runs in {name}/decode-1" in out
+    assert out.splitlines()[-1] == "0 of 2 pairs moved every byte right; 2 untested"
+
+
+def test_a_test_that_does_not_fit_into_memory_is_refused_before_it_starts(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(fleet, "--sizes", "1Ti", command="bench cluster")) == 1
+    assert "MiB of memory are left beside the agent: give smaller sizes" in capsys.readouterr().err
+    assert left(fleet) == []
+
+
+def test_a_load_of_each_size_and_concurrency_is_measured(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--sizes", "64Ki,256Ki", "--concurrency", "1,3", "--seconds", "0", "-o", "json"]
+    assert main(words(fleet, *more, command="bench cluster")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["room_bytes"] >> 10, each["concurrency"]) for each in found] == [(64, 1), (64, 3), (256, 1), (256, 3)]
+    for each in found:
+        assert (each["pairs"], each["failed"]) == (1, 0)
+        assert each["rooms"] >= 2 * each["concurrency"]
+        assert 0 < each["p50_s"] <= each["p99_s"]
+        assert each["bytes_per_second"] > 0
+
+
+@pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_killed_leaves_neither_processes_nor_instances(fleet: Fleet, ended: signal.Signals) -> None:
+    # More rooms than it can move before it is killed.
+    more = ["--repeats", "200", "--size", "4Mi"]
+    with marked(["-m", "longshore_cli.main", *words(fleet, *more)]) as run:
+
+        def busy() -> dict | None:
+            workers = fleet.agents["decode-0"].status()["workers"]
+            return next((worker for worker in workers if worker["rooms_ended"] > 2), None)
+
+        worker = wait_for(busy, 60, "rooms of a test instance")
+        assert worker["worker"].startswith(f"{TEST_INSTANCE_PREFIX}decode-")
+        # Less than the deployment's, so that a test does not take the memory of the agent's pod.
+        assert worker["ring"]["capacity_bytes"] == TEST_RING_BYTES_MAX
+        os.kill(run.process.pid, ended)
+        assert run.process.wait() == (128 + ended if ended == signal.SIGINT else -ended)
+        wait_for_none(run.processes)
+        wait_for_none(lambda: left(fleet))
+
+
+def test_arguments_that_name_no_agents_say_what_to_give(
+    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, said in (
+        (["verify"], "give the NAME of a DisaggDeployment, or --directory"),
+        (["verify", "--directory", str(tmp_path)], "it is no directory of `longshore up`"),
+        (["verify", "a", "--directory", str(tmp_path)], "leave out the deployment, or --directory"),
+        (["bench", "cluster"], "give the NAME of a DisaggDeployment, or --directory"),
+    ):
+        assert main(given) == 1
+        assert said in capsys.readouterr().err
