@@ -95,6 +95,7 @@ def test_an_agent_that_is_away_and_one_that_refuses_are_named(fleet: Fleet, caps
         (Path(name) / "decode-1").mkdir()
         assert main(["verify", "--directory", name]) == 1
     out = capsys.readouterr().out
+    assert out.startswith("plan: 4 pairs of ranks, staged (transfer.staging: Always)\n")
     assert "prefill.tensorParallel is 4 at the engine and 2 in the deployment" in out
     assert f"; decode-0: no agent listens at {name}/decode-0/agent.sock: No such file" in out
     assert f"; decode-1: no agent runs in {name}/decode-1" in out

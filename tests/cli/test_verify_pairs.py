@@ -9,6 +9,8 @@ import pytest
 
 from longshore_cli.verify.pairs import Measured, choose, judge, quantile, rounds
 from longshore_cli.verify.report import summary, table, verify_json
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.plan import plan
 
 
 def names(prefix: str, count: int) -> list[str]:
@@ -44,6 +46,10 @@ def test_a_limit_leaves_each_agent_in_about_as_many_pairs(prefill: int, decode: 
         assert max(times.values()) - min(times.values()) <= 2
 
 
+def layout(tp: int, page_size: int) -> KVLayout:
+    return KVLayout(ModelShape(2, 4, 32, 4), Parallel(tp=tp), page_size)
+
+
 def pair(number: int, speed: float, wire: str = "RDMA", **more: str) -> Measured:
     return Measured("p", f"d{number}", 1 << 20, speed, "staged", wire, **more)
 
@@ -62,9 +68,10 @@ def test_a_failed_pair_is_no_measurement_and_says_why() -> None:
     judged = judge([pair(0, 1.0), pair(1, 1.0), bad, Measured("p", "d5", reason="BUSY", text="d5: no", untested=True)])
     assert [each.verdict for each in judged] == ["ok", "ok", "FAILED", "untested"]
     assert "p -> d9: PEER_LOST: the peer is silent" in table(judged)
-    found = json.loads(verify_json(judged, 4))
+    found = json.loads(verify_json(judged, 4, plan(layout(2, 16), layout(1, 8))))
     assert [each["verdict"] for each in found["pairs"]] == ["ok", "ok", "failed", "untested"]
     assert found["pair_count"] == 4
+    assert found["plan"] == {"way": "staged", "rank_pairs": 2}
 
 
 def test_quantiles_are_measured_values() -> None:

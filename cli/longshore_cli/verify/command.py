@@ -21,9 +21,20 @@ from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, judge, quantile, rounds
 from longshore_cli.verify.places import Engine, Place, VerifyError, kept_alive, opened
 from longshore_cli.verify.report import Load
-from longshore_wire.errors import LongshoreError
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.quantity import QuantityError, parse_quantity
-from longshore_wire.verify_messages import ROOM_FIRST, ROOMS_MAX, Claim, Claimed, Done, End, Offer, RoomResult
+from longshore_wire.verify_messages import (
+    ROOM_FIRST,
+    ROOMS_MAX,
+    Claim,
+    Claimed,
+    Done,
+    End,
+    Offer,
+    RoomResult,
+    room_tokens,
+)
 
 # Agents and pairs at the same time. Each has a connection to the API server.
 TOGETHER_MAX = 32
@@ -70,7 +81,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     """Test pairs of agents; return 0 if all bytes are right, else 1; 1 also for a slow link with --strict."""
 
-    def run(places: list[Place]) -> int:
+    def run(places: list[Place], config: AgentConfig) -> int:
+        plan = config.plan()
+        tokens = room_tokens(config, arguments.size)
+        planned_bytes = sum(pair.payload_bytes(0, tokens) for pair in plan.pairs)
         all_pairs = _pairs(places)
         pairs = choose(*all_pairs, arguments.pairs)
         pair_count = len(all_pairs[0]) * len(all_pairs[1])
@@ -85,10 +99,11 @@ def verify(arguments: argparse.Namespace) -> int:
                 ]
                 measured += _together(engines, lambda each: _tested(engines, problems, arguments.size, *each), work)
             measured = _with_wires(measured, places, engines)
-        judged = judge(measured)
+        judged = judge(_as_planned(each, planned_bytes) for each in measured)
         if arguments.output == "json":
-            print(report.verify_json(judged, pair_count))
+            print(report.verify_json(judged, pair_count, plan))
         else:
+            print(report.plan_line(plan, config))
             print("\n".join(report.table(judged)))
             print(report.summary(judged, pair_count))
         bad = any(each.pair.reason for each in judged)
@@ -100,7 +115,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def bench(arguments: argparse.Namespace) -> int:
     """Load pairs of agents; return 0 if no room failed, else 1."""
 
-    def run(places: list[Place]) -> int:
+    def run(places: list[Place], _config: AgentConfig) -> int:
         pairs = rounds(choose(*_pairs(places), count_max=len(places) ** 2))[0][: min(arguments.pairs, TOGETHER_MAX)]
         with _engines(places, pairs, arguments.sizes[-1], arguments.concurrency[-1], arguments.limit) as (
             engines,
@@ -138,10 +153,10 @@ def _describe(parser: argparse.ArgumentParser, description: str, examples: str) 
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
 
 
-def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[list[Place]], int]) -> int:
+def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[list[Place], AgentConfig], int]) -> int:
     try:
-        with interrupts_raised(), opened(arguments) as places:
-            return run(places)
+        with interrupts_raised(), opened(arguments) as (places, config):
+            return run(places, config)
     except InterruptedBySignal as error:
         sys.stderr.write(f"longshore {command}: interrupted; its test engines have ended\n")
         return error.status
@@ -244,6 +259,14 @@ def _tested(
         room_bytes=timed[0].bytes_moved,
         bytes_per_second=median(each.bytes_moved / each.seconds for each in timed),
     )
+
+
+def _as_planned(pair: Measured, planned_bytes: int) -> Measured:
+    """Return the pair, or its failure if its rooms had other sizes than the plan of the two layouts says."""
+    if pair.reason or pair.room_bytes == planned_bytes:
+        return pair
+    text = f"{pair.room_bytes} bytes moved, and {planned_bytes} are planned between the deployment's layouts"
+    return replace(pair, reason=Reason.LAYOUT_MISMATCH.name, text=text)
 
 
 def _with_wires(measured: list[Measured], places: Sequence[Place], engines: Mapping[str, Engine]) -> list[Measured]:

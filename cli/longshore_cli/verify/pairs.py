@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -86,8 +86,9 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return found
 
 
-def judge(measured: Sequence[Measured]) -> list[Judged]:
+def judge(pairs: Iterable[Measured]) -> list[Judged]:
     """Compare each pair with the median of those with its way and wire."""
+    measured = list(pairs)
     groups: dict[tuple[str, str], list[float]] = {}
     for pair in measured:
         if not pair.reason:

@@ -22,6 +22,8 @@ import msgspec
 
 from longshore_cli.cluster import AgentPod, Cluster
 from longshore_cli.status_pages import AgentPages
+from longshore_wire import agent_config, manifest
+from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
 from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started
@@ -162,23 +164,24 @@ def kept_alive(engines: Sequence[Engine]) -> Iterator[None]:
 
 
 @contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[list[Place]]:
-    """Find the agents: those of a deployment, or of a directory of `longshore up`. Raises LongshoreError."""
+def opened(arguments: argparse.Namespace) -> Iterator[tuple[list[Place], AgentConfig]]:
+    """Find the agents of a deployment, or of a directory of `longshore up`, and their config. Raises LongshoreError."""
     with ExitStack() as stack:
         if arguments.directory is not None:
             if arguments.name or arguments.namespace or arguments.context or arguments.kubeconfig:
                 raise VerifyError("--directory names agents of this machine: leave out the deployment, or --directory")
             places = [_local(path, stack) for path in _directories(arguments.directory)]
+            config = agent_config.load((arguments.directory / "config.json").read_bytes())
         elif not arguments.name:
             raise VerifyError("give the NAME of a DisaggDeployment, or --directory")
         else:
             found = stack.enter_context(Cluster.connect(arguments))
-            deployment = found.deployment(arguments.name)
-            places = [_in_pod(found, pod) for pod in found.agents(deployment["metadata"]["name"])]
+            config = manifest.read(found.deployment(arguments.name)).agent_config()
+            places = [_in_pod(found, pod) for pod in found.agents(arguments.name)]
         for role in ("prefill", "decode"):
             if not any(getattr(place, role) for place in places):
                 raise VerifyError(f"there is no agent for {role}: `kubectl describe dgdep` says why")
-        yield places
+        yield places, config
 
 
 def _in_pod(cluster: Cluster, pod: AgentPod) -> Place:

@@ -9,6 +9,8 @@ import msgspec
 
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
+from longshore_wire.agent_config import AgentConfig, StagingMode
+from longshore_wire.plan import Plan, Way
 
 _HEADER = ["prefill", "decode", "way", "wire", "GB/s", "expected", "verdict"]
 _LOAD_HEADER = ["room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
@@ -33,6 +35,15 @@ class Load:
     p99_s: float
     bytes_per_second: float
     text: str = ""
+
+
+def plan_line(plan: Plan, config: AgentConfig) -> str:
+    """Return what the deployment's layouts plan for a room, before its wire is known."""
+    staging = config.transfer.staging.value
+    text = f"plan: {len(plan.pairs)} pairs of ranks, {plan.way.name.lower()}"
+    if plan.way is not Way.STAGED or config.transfer.staging is not StagingMode.AUTO:
+        return f"{text} (transfer.staging: {staging})"
+    return f"{text}; with transfer.staging: {staging}, decode may choose in place by the measurements for a wire"
 
 
 def table(judged: Sequence[Judged]) -> list[str]:
@@ -67,10 +78,11 @@ def summary(judged: Sequence[Judged], pair_count: int) -> str:
     return f"{text}; {', '.join(more)}" if more else text
 
 
-def verify_json(judged: Sequence[Judged], pair_count: int) -> str:
+def verify_json(judged: Sequence[Judged], pair_count: int, plan: Plan) -> str:
     """Return all results as JSON."""
     pairs = [asdict(each.pair) | {"expected": each.expected, "verdict": each.verdict.lower()} for each in judged]
-    return _json({"pairs": pairs, "pair_count": pair_count})
+    planned = {"way": plan.way.name.lower(), "rank_pairs": len(plan.pairs)}
+    return _json({"pairs": pairs, "pair_count": pair_count, "plan": planned})
 
 
 def load_table(loads: Sequence[Load]) -> list[str]:
