@@ -373,7 +373,8 @@ class Settings:
             if path and (said := operator.attrgetter(path)(config)) is not None:
                 values[row.name] = parse_value(format_value(said, unit), hints[row.name], unit)
         made = cls(**values)
-        return made._staging_of(made.lane_bytes, made.ring_bytes)
+        least = small_slab_bytes(made.slab_bytes_min, made.lane_bytes, made.ring_bytes)
+        return dataclasses.replace(made, slab_bytes_min=least)
 
     def check(self) -> None:
         """Raise ConfigError if a value is out of range or contradicts another. For settings made in code."""
@@ -384,16 +385,6 @@ class Settings:
             except ValueError as error:
                 faults[variable(row.name)] = str(error)
         _raise(self, faults)
-
-    def for_tests(self) -> Settings:
-        """Return the settings of a worker of a test instance, whose staging takes little of the pod's memory."""
-        return self._staging_of(
-            min(self.lane_bytes, names.TEST_LANE_BYTES_MAX), min(self.ring_bytes, names.TEST_RING_BYTES_MAX)
-        )
-
-    def _staging_of(self, lane_bytes: int, ring_bytes: int) -> Settings:
-        least = small_slab_bytes(self.slab_bytes_min, lane_bytes, ring_bytes)
-        return dataclasses.replace(self, lane_bytes=lane_bytes, ring_bytes=ring_bytes, slab_bytes_min=least)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that pass these settings to another process, without defaults."""

@@ -18,6 +18,7 @@ DISTRIBUTION_OF = {
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "websocket": "websocket-client",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
