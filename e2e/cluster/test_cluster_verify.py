@@ -11,6 +11,8 @@ from cluster_pods import Placed
 from cluster_site import CHART, COMMAND_LIMIT_S, SYSTEM, Site
 from controlplane.waiting import until
 
+from longshore_wire.names import TEST_INSTANCE_PREFIX
+
 _JOB = "longshore-operator-verify"
 
 
@@ -31,7 +33,7 @@ def _test_workers(placed: Placed) -> list[str]:
     for role in ("prefill", "decode"):
         page = f"/api/v1/namespaces/{placed.namespace}/pods/{placed.agent(role)}:9470/proxy/v1/status"
         workers = json.loads(placed.site.kubectl("get", "--raw", page))["workers"]
-        found += [worker["worker"] for worker in workers if worker["worker"].startswith("longshore-test-")]
+        found += [worker["worker"] for worker in workers if worker["worker"].startswith(TEST_INSTANCE_PREFIX)]
     return found
 
 

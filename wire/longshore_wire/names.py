@@ -37,8 +37,8 @@ ENGINE_SOCKET_VARIABLE = f"{ENGINE_PREFIX}SOCKET"
 # The variable with which the names of an engine's instances begin.
 INSTANCE_PREFIX_VARIABLE = f"{ENGINE_PREFIX}INSTANCE_PREFIX"
 # Instances of `longshore verify` and `longshore bench cluster` have names with this prefix. Agents give their workers less
-# staging memory, and the operator does not count them.
-TEST_INSTANCE_PREFIX = "longshore-test-"
+# staging memory, and the operator does not count them. Names of deployments, with which engines' names begin, have no dot.
+TEST_INSTANCE_PREFIX = "longshore.test-"
 # Limits of such a worker's staging: of each lane, and of the ring, which then holds two slabs of each of 8 writers.
 TEST_LANE_BYTES_MAX = 4 << 20
 TEST_RING_BYTES_MAX = 64 << 20

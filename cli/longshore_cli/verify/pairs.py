@@ -67,6 +67,8 @@ def choose(prefill: Sequence[str], decode: Sequence[str], count_max: int) -> lis
         for at, one in enumerate(longer):
             other = shorter[(at + shift) % len(shorter)]
             found.append((one, other) if longer is prefill else (other, one))
+    # An agent of both roles copies within itself, which tells nothing of a link.
+    found.sort(key=lambda pair: pair[0] == pair[1])
     return found[:count_max]
 
 
