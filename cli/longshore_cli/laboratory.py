@@ -1,7 +1,7 @@
 """Runs `longshore demo` and `longshore bench` from the laboratory, which needs the extra `lab`.
 
-Called by `main`. No other module outside `lab/` imports `longshore_lab`. This one imports it only when one of the two
-commands runs, so that the other commands work without it.
+Called by `main`, which runs `longshore bench cluster` without the laboratory. No other module outside `lab/` imports
+`longshore_lab`. This one imports it only when one of the two commands runs, so that the other commands work without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longshore_wire.errors import LongshoreError, Reason
 # Each command with its help text.
 COMMANDS = {
     "demo": "move KV between unequal layouts on this machine and compare every byte and token",
-    "bench": "measure transfers on this machine",
+    "bench": "measure transfers on this machine; `bench cluster` measures the agents of a running deployment",
 }
 # Imports of the laboratory and of the agents that it starts. They are checked first: matplotlib, for example, would
 # otherwise be missed only after the whole measurement.

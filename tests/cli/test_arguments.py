@@ -36,6 +36,11 @@ BACKENDS = "invalid choice: 'UCX' (choose from 'NIXL', 'Mooncake', 'Loopback')"
         ("trace room 1 --agent http://a:1 -o /proc/none/t", "-o/--output: /proc/none/t: there is no such directory"),
         ("rooms --agent http://a:1 -o yaml", "invalid choice: 'yaml'"),
         ("rooms --agent http://a:1 --limit 0", "--limit: '0': give a whole number from 1 on"),
+        ("verify a --size 0", "--size: '0' is not a whole number of bytes from 1 to"),
+        ("verify a --size 5Zi", "--size: '5Zi' is not a size: write a number and one of Ki, Mi"),
+        ("verify a --pairs 0", "--pairs: '0': give a whole number from 1 on"),
+        ("bench cluster a --sizes 1Mi,x", "--sizes: 'x' is not a size"),
+        ("bench cluster a --concurrency 0", "--concurrency: '0': give whole numbers from 1 on"),
         (f"up -f {MANIFEST} --seconds -4", "--seconds: '-4': give seconds from 0 on"),
         (f"up -f {MANIFEST} --seconds nan", "--seconds: 'nan': give seconds from 0 on"),
     ],
@@ -76,3 +81,14 @@ def test_an_installation_for_engines_says_what_the_commands_need_beside_it(tmp_p
         "longshore keys: not_there_at_all cannot be imported: install longshore[agent,cli] and a transport"
     )
     assert not (tmp_path / "keys").exists()
+
+
+def test_commands_for_running_agents_need_to_know_which(tmp_path, capsys) -> None:
+    for words, code, said in (
+        ("verify", 2, "give the NAME of a DisaggDeployment, or --directory"),
+        (f"verify a --directory {tmp_path}", 2, "leave out the deployment, or --directory"),
+        ("bench cluster", 2, "give the NAME of a DisaggDeployment, or --directory"),
+        (f"verify --directory {tmp_path}", 1, "it is no directory of `longshore up`"),
+    ):
+        assert main(words.split()) == code
+        assert said in capsys.readouterr().err

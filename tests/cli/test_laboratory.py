@@ -65,12 +65,21 @@ def test_rooms_are_shown_without_the_modules_of_an_agent(
     assert main(["keys", "nowhere"]) == 2
 
 
+def test_running_agents_are_measured_without_the_laboratory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "longshore_lab", None)
+    assert main(["bench", "cluster", "--directory", str(tmp_path)]) == 1
+    assert "it is no directory of `longshore up`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "usage"),
     [
         ("demo", "usage: longshore demo [-h] [--pairs PAIRS]"),
         ("bench", "usage: longshore bench [-h] QUESTION"),
         ("bench rooms", "usage: longshore bench rooms [-h]"),
+        ("bench cluster", "usage: longshore bench cluster [-h]"),
     ],
 )
 def test_the_laboratorys_commands_show_their_own_arguments(

@@ -140,16 +140,3 @@ def test_a_command_that_is_killed_leaves_neither_processes_nor_instances(fleet: 
         assert run.process.wait() == (128 + ended if ended == signal.SIGINT else -ended)
         wait_for_none(run.processes)
         wait_for_none(lambda: left(fleet))
-
-
-def test_arguments_that_name_no_agents_say_what_to_give(
-    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for given, said in (
-        (["verify"], "give the NAME of a DisaggDeployment, or --directory"),
-        (["verify", "--directory", str(tmp_path)], "it is no directory of `longshore up`"),
-        (["verify", "a", "--directory", str(tmp_path)], "leave out the deployment, or --directory"),
-        (["bench", "cluster"], "give the NAME of a DisaggDeployment, or --directory"),
-    ):
-        assert main(given) == 1
-        assert said in capsys.readouterr().err

@@ -42,6 +42,7 @@ TOGETHER_MAX = 32
 _WARM_UP = 1
 # A batch of `bench cluster` becomes larger until it takes this long, so that the pauses between batches count little.
 _BATCH_S = 0.5
+_EXIT_INVALID = 2
 _VERIFY_EXAMPLES = """examples:
   longshore verify llama-70b -n serving             every pair of agents of a deployment
   longshore verify llama-70b --pairs 50 -o json     50 pairs, for a program
@@ -154,6 +155,12 @@ def _describe(parser: argparse.ArgumentParser, description: str, examples: str) 
 
 
 def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[list[Place], AgentConfig], int]) -> int:
+    if arguments.directory is None and not arguments.name:
+        return _refuse(command, "give the NAME of a DisaggDeployment, or --directory")
+    if arguments.directory is not None and (
+        arguments.name or arguments.namespace or arguments.context or arguments.kubeconfig
+    ):
+        return _refuse(command, "--directory names agents of this machine: leave out the deployment, or --directory")
     try:
         with interrupts_raised(), opened(arguments) as (places, config):
             return run(places, config)
@@ -163,6 +170,11 @@ def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[lis
     except LongshoreError as error:
         sys.stderr.write(f"longshore {command}: {error}\n")
         return 1
+
+
+def _refuse(command: str, text: str) -> int:
+    sys.stderr.write(f"longshore {command}: {text}\n")
+    return _EXIT_INVALID
 
 
 def _pairs(places: Sequence[Place]) -> tuple[list[str], list[str]]:

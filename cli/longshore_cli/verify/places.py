@@ -168,12 +168,8 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[list[Place], AgentCo
     """Find the agents of a deployment, or of a directory of `longshore up`, and their config. Raises LongshoreError."""
     with ExitStack() as stack:
         if arguments.directory is not None:
-            if arguments.name or arguments.namespace or arguments.context or arguments.kubeconfig:
-                raise VerifyError("--directory names agents of this machine: leave out the deployment, or --directory")
             places = [_local(path, stack) for path in _directories(arguments.directory)]
             config = agent_config.load((arguments.directory / "config.json").read_bytes())
-        elif not arguments.name:
-            raise VerifyError("give the NAME of a DisaggDeployment, or --directory")
         else:
             found = stack.enter_context(Cluster.connect(arguments))
             config = manifest.read(found.deployment(arguments.name)).agent_config()
