@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from fractions import Fraction
@@ -17,9 +18,12 @@ from left_behind import marked
 
 from longshore_cli.main import main
 from longshore_cli.up.fleet import Fleet, members_of, scaled
+from longshore_cli.verify.command import _move
+from longshore_cli.verify.places import LocalProgram, Place, VerifyError
 from longshore_wire import manifest
 from longshore_wire.agent_config import dump
 from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX
+from longshore_wire.verify_messages import ROOM_FIRST
 
 MANIFEST = """
 apiVersion: longshore.dev/v1alpha1
@@ -108,6 +112,25 @@ def test_a_test_that_does_not_fit_into_memory_is_refused_before_it_starts(
     assert main(words(fleet, "--sizes", "1Ti", command="bench cluster")) == 1
     assert "MiB of memory are left beside the agent: give smaller sizes" in capsys.readouterr().err
     assert left(fleet) == []
+
+
+def test_an_agent_of_both_roles_is_tested_by_one_engine_which_empty_lines_keep_alive(fleet: Fleet) -> None:
+    agent = fleet.agents["prefill-0"]
+    command = [sys.executable, "-m", "longshore_client.verify", "--socket", agent.socket_path]
+    command += ["--config", str(directory(fleet) / "config.json")]
+    place = Place("node", prefill=True, decode=True, start=lambda: LocalProgram(command), pages=None)
+    with place.engine(64 << 10, 2, 60) as engine:
+        engine.stay()
+        rooms = range(ROOM_FIRST, ROOM_FIRST + 3)
+        moved = _move({"node": engine}, ("node", "node"), rooms, 64 << 10, concurrency=2)
+        assert sorted((each.room, each.bytes_moved, each.text) for each in moved.rooms) == [
+            (room, 64 << 10, "") for room in rooms
+        ]
+        # A number is used once, and the test engine goes on after a refusal.
+        with pytest.raises(VerifyError, match=str(ROOM_FIRST)):
+            _move({"node": engine}, ("node", "node"), rooms, 64 << 10)
+        assert _move({"node": engine}, ("node", "node"), [ROOM_FIRST + 3], 64 << 10).rooms[0].reason == ""
+    wait_for_none(lambda: left(fleet))
 
 
 def test_a_load_of_each_size_and_concurrency_is_measured(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
