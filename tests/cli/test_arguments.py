@@ -38,6 +38,7 @@ BACKENDS = "invalid choice: 'UCX' (choose from 'NIXL', 'Mooncake', 'Loopback')"
         ("rooms --agent http://a:1 --limit 0", "--limit: '0': give a whole number from 1 on"),
         ("verify a --size 0", "--size: '0' is not a whole number of bytes from 1 to"),
         ("verify a --size 5Zi", "--size: '5Zi' is not a size: write a number and one of Ki, Mi"),
+        ("verify a --repeats 256", "--repeats: 256: give at most 255"),
         ("verify a --pairs 0", "--pairs: '0': give a whole number from 1 on"),
         ("bench cluster a --sizes 1Mi,x", "--sizes: 'x' is not a size"),
         ("bench cluster a --concurrency 0", "--concurrency: '0': give whole numbers from 1 on"),

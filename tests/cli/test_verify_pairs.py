@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from longshore_cli.verify.pairs import Measured, choose, judge, quantile, rounds
+from longshore_cli.verify.pairs import Measured, choose, is_bad, judge, quantile, rounds
 from longshore_cli.verify.report import summary, table, verify_json
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.plan import plan
@@ -60,6 +60,7 @@ def test_a_pair_below_half_of_its_wires_median_is_slow_and_named_with_both_nodes
     judged = judge([*(pair(number, 10e9) for number in range(3)), pair(3, 4.9e9), pair(4, 1e9, "TCP")])
     assert [each.verdict for each in judged] == ["ok", "ok", "ok", "SLOW", "ok"]
     assert [each.expected for each in judged] == [10e9] * 4 + [0.0]
+    assert (is_bad(judged, strict=False), is_bad(judged, strict=True)) == (False, True)
     lines = table(judged)
     assert any(line.startswith("p -> d3: slow: 4.90 GB/s") and "over RDMA" in line for line in lines)
     assert summary(judged, 9) == "5 of 9 pairs moved every byte right; 1 slow, 4 left out: give --pairs 9 for all"
@@ -69,6 +70,7 @@ def test_a_failed_pair_is_no_measurement_and_says_why() -> None:
     bad = pair(9, 0.0, reason="PEER_LOST", text="the peer is silent")
     judged = judge([pair(0, 1.0), pair(1, 1.0), bad, Measured("p", "d5", reason="BUSY", text="d5: no", untested=True)])
     assert [each.verdict for each in judged] == ["ok", "ok", "FAILED", "untested"]
+    assert is_bad(judged, strict=False) and is_bad(judged[3:], strict=False)
     assert "p -> d9: PEER_LOST: the peer is silent" in table(judged)
     found = json.loads(verify_json(judged, 4, plan(layout(2, 16), layout(1, 8))))
     assert [each["verdict"] for each in found["pairs"]] == ["ok", "ok", "failed", "untested"]

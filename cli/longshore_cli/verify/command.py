@@ -18,7 +18,7 @@ from longshore_cli import cluster
 from longshore_cli.arguments import seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.verify import report
-from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, judge, quantile, rounds
+from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
 from longshore_cli.verify.places import Engine, Place, VerifyError, kept_alive, opened
 from longshore_cli.verify.report import Load
 from longshore_wire.agent_config import AgentConfig
@@ -62,7 +62,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verify` reads."""
     _describe(parser, "Move rooms of test bytes between every pair of agents, and compare them.", _VERIFY_EXAMPLES)
     parser.add_argument("--size", type=_size, default=16 << 20, help="bytes of a room, rounded up to pages (16Mi)")
-    parser.add_argument("--repeats", type=whole(1), default=3, help="timed rooms of each pair, after a first one (3)")
+    parser.add_argument("--repeats", type=_repeats, default=3, help="timed rooms of each pair, after a first one (3)")
     parser.add_argument("--pairs", type=whole(1), default=500, help="at most this many, spread over all agents (500)")
     parser.add_argument("--strict", action="store_true", help="a slow link is a failure")
     parser.add_argument(
@@ -107,8 +107,7 @@ def verify(arguments: argparse.Namespace) -> int:
             print(report.plan_line(plan, config))
             print("\n".join(report.table(judged)))
             print(report.summary(judged, pair_count))
-        bad = any(each.pair.reason for each in judged)
-        return int(bad or (arguments.strict and any(each.slow for each in judged)))
+        return int(is_bad(judged, strict=arguments.strict))
 
     return _with_places("verify", arguments, run)
 
@@ -350,6 +349,13 @@ def _load(
         bytes_per_second=sum(sum(each.bytes_moved for each in found) / max(rate_s, 1e-9) for found, rate_s in results),
         text=next((f"{each.reason}: {each.text}" for each in ended if each.reason), ""),
     )
+
+
+def _repeats(text: str) -> int:
+    found = whole(1)(text)
+    if found > ROOMS_MAX - _WARM_UP:
+        raise argparse.ArgumentTypeError(f"{text}: give at most {ROOMS_MAX - _WARM_UP}")
+    return found
 
 
 def _size(text: str) -> int:

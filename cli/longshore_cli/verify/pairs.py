@@ -103,6 +103,11 @@ def judge(pairs: Iterable[Measured]) -> list[Judged]:
     return judged
 
 
+def is_bad(judged: Sequence[Judged], *, strict: bool) -> bool:
+    """Return whether a pair failed or was not tested, or with `strict` was slow."""
+    return any(each.pair.reason or (strict and each.slow) for each in judged)
+
+
 def quantile(values: Sequence[float], part: float) -> float:
     """Return the smallest value that at least `part` of the values do not exceed. `values` is not empty."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]

@@ -54,17 +54,17 @@ class Instance:
     def __init__(
         self, socket: str, instance: str, layout: KVLayout, half: Half, tokens: int, place_count: int, limit_s: float
     ) -> None:
-        self.instance, self._half = instance, half
+        self.instance = instance
         self._layout = layout
         self._page_count = tokens // layout.page_size
         self._stuck: dict[int, int] = {}  # the room whose pages are not released, by place
-        self._stack = ExitStack()
+        stack = ExitStack()
 
         def rank(number: int) -> _Rank:
             own = layout.at(number)
             geometry = pool_geometry(own, self._page_count * place_count)
             client = connect(socket, instance=instance, layout=own, roles=(half,), timeout_s=limit_s)
-            self._stack.callback(client.close)
+            stack.callback(client.close)
             descriptor, memory = create_region(geometry.region_bytes[0])
             try:
                 client.register_pool(0, geometry, [descriptor])
@@ -72,18 +72,15 @@ class Instance:
                 os.close(descriptor)
             return _Rank(client, own, geometry.planes, memory, pattern.planes(own, self._page_count))
 
-        with self._stack:
+        with stack:
             with ThreadPoolExecutor(layout.rank_count) as threads:
                 self._ranks = list(threads.map(rank, range(layout.rank_count)))
             if half is Half.SOURCE:
                 for each in self._ranks:
                     for plane, content in zip(each.planes, each.content, strict=True):
                         each.memory[plane.offset : plane.offset + len(content)] = content
-            self._stack = self._stack.pop_all()
-
-    def close(self) -> None:
-        """Leave the agent, which releases everything."""
-        self._stack.close()
+            # From now on the end of the process makes the agent release everything.
+            stack.pop_all()
 
     def endpoint(self, limit_s: float) -> Endpoint:
         """Return prefill's endpoint, once all ranks are registered. Raises LongshoreError."""
@@ -165,7 +162,8 @@ class Instance:
             ended_s = time.monotonic()
         except LongshoreError as error:
             ended_s = time.monotonic()
-            text = f"not within {ended_s - begun_s:.0f} s" if isinstance(error, WaitTimeout) else str(error)
+            text = f"not within {ended_s - begun_s:.0f} s: one of the agents is busy, or the link between them is down"
+            text = text if isinstance(error, WaitTimeout) else str(error)
             failed = RoomResult(room, ended_s - begun_s, 0, error.reason.name, text)
         bad = next((event for event in events if event.kind is RoomEventKind.FAILED), None)
         if bad is not None:
