@@ -5,18 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from longshore_cli import analyze, check, completion, examples, laboratory, rooms, up
-from longshore_cli import laboratory, rooms, up, verify
+from longshore_cli import analyze, check, completion, examples, laboratory, rooms, up, verify
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
 _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 _STARTING = frozenset({"up", "keys"})
+
+
+class _Command(NamedTuple):
+    """A command: its name, its line in the help, and functions that declare its arguments and run it."""
+
+    name: str
+    shown: str
+    declare: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,32 +38,52 @@ def make_parser() -> argparse.ArgumentParser:
     for name, shown in laboratory.COMMANDS.items():
         # The laboratory declares its own arguments, `--help` included.
         commands.add_parser(name, help=shown, add_help=False)
-    one = commands.add_parser("up", help="run the agents that a DisaggDeployment asks for on this machine")
-    up.add_arguments(one)
-    one.set_defaults(run=up.run)
-    two = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
-    two.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
-    two.set_defaults(run=_keys)
-    three = commands.add_parser("rooms", help="list the rooms of running agents")
-    rooms.add_rooms_arguments(three)
-    three.set_defaults(run=rooms.show_rooms)
-    four = commands.add_parser("trace", help="show where the time of one room went, across all its processes")
-    rooms.add_trace_arguments(four)
-    four.set_defaults(run=rooms.trace)
-    five = commands.add_parser(
-        "analyze", help="check manifests without a cluster: faults, plan, sizes, and what a change restarts"
-    )
-    analyze.add_arguments(five)
-    five.set_defaults(run=analyze.run)
-    six = commands.add_parser("check", help="check a cluster before an installation (--pre), or what runs after it")
-    check.add_arguments(six)
-    six.set_defaults(run=check.run)
-    last = commands.add_parser("completion", help="print the script that completes this command's words in a shell")
-    completion.add_arguments(last)
-    last.set_defaults(run=completion.run)
+    for command in _commands():
+        one = commands.add_parser(command.name, help=command.shown)
+        command.declare(one)
+        one.set_defaults(run=command.run)
     for name, each in commands.choices.items():
         examples.add(each, name)
     return parser
+
+
+def _commands() -> tuple[_Command, ...]:
+    """Return all commands but those of the laboratory."""
+    return (
+        _Command("up", "run the agents that a DisaggDeployment asks for on this machine", up.add_arguments, up.run),
+        _Command("keys", "make the CURVE keys of a deployment's control protocol", _declare_keys, _keys),
+        _Command(
+            "analyze",
+            "check manifests without a cluster: faults, plan, sizes, and what a change restarts",
+            analyze.add_arguments,
+            analyze.run,
+        ),
+        _Command(
+            "check",
+            "check a cluster before an installation (--pre), or what runs after it",
+            check.add_arguments,
+            check.run,
+        ),
+        _Command(
+            "verify",
+            "move test bytes between every pair of a deployment's agents, and compare",
+            verify.add_verify_arguments,
+            verify.verify,
+        ),
+        _Command("rooms", "list the rooms of running agents", rooms.add_rooms_arguments, rooms.show_rooms),
+        _Command(
+            "trace",
+            "show where the time of one room went, across all its processes",
+            rooms.add_trace_arguments,
+            rooms.trace,
+        ),
+        _Command(
+            "completion",
+            "print the script that completes this command's words in a shell",
+            completion.add_arguments,
+            completion.run,
+        ),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,10 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     if completion.ASKED in os.environ:
         completion.offer(parser)
-        "verify", help="move test bytes between every pair of a deployment's agents, and compare"
-    )
-    verify.add_verify_arguments(five)
-    five.set_defaults(run=verify.verify)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command == "bench" and words[:1] == ["cluster"]:
         # It measures agents that run elsewhere, so it does without the laboratory.
@@ -105,9 +130,13 @@ def _version() -> str:
 
 
 def _bench_cluster(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="longshore bench cluster")
+    parser = argparse.ArgumentParser(prog=f"{_program()} bench cluster")
     verify.add_bench_arguments(parser)
     return verify.bench(parser.parse_args(words))
+
+
+def _declare_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
 
 
 def _keys(arguments: argparse.Namespace) -> int:
