@@ -7,6 +7,7 @@ or where `begin` was called, and costs one clock call and one record. Messages t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from longshore_agent.status.spans import Kind, SpanRecorder
 from longshore_wire.effects import StartScatter, StartWrite
@@ -84,9 +85,11 @@ class StepLog:
         """End the handling of a request. Later answers are to others."""
         self._asked = None
 
-    def prepared(self, key: RoomKey) -> None:
-        """Record that pages of a room were prepared."""
-        self._record("prepare pages", key, -1, Kind.START)
+    def prepared(self, rooms: Iterable[RoomKey]) -> None:
+        """Record the preparation of pages, room by room as `rooms` goes on."""
+        self.begin()
+        for key in rooms:
+            self._record("prepare pages", key, -1, Kind.START)
 
     def told(self, message: ToEngine) -> None:
         """Record that an event or an answer was sent to the engine."""

@@ -184,9 +184,7 @@ class Worker:
             session.tick(now_ns)
         self._flush(now_ns)
         # A claim has left before its page ids are copied to a GPU.
-        self._steps.begin()
-        for key in self.requests.prepare_new():
-            self._steps.prepared(key)
+        self._steps.prepared(self.requests.prepare_new())
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
         self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
@@ -278,9 +276,8 @@ class Worker:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
-            _log.warning(
-                "room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text, extra=effect.about()
-            )
+            about, key = effect.about(), effect.key
+            _log.warning("room %d failed: %s: %s", key.room, effect.reason.name, effect.text, extra=about)
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
         if self._reporter is not None:
