@@ -61,6 +61,7 @@ controlplane: install ## build the programs of a Kubernetes control plane, once 
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build
 
 e2e: controlplane ## run the tests of the operator against a real Kubernetes control plane
+	.ci/install-chromium
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; .ci/e2e $(BIN)/python
 
 # make images EXTRAS=cuda13 BASE_IMAGE=<name>@sha256:<digest>; see .ci/images
@@ -82,8 +83,10 @@ e2e-vllm: install ## run the tests with a real vLLM, installed once into the cac
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
 
 # Needs root, as the tests with process nodes do.
-dashboard: controlplane ## draw the dashboard's graphs from a real Prometheus into docs/images/dashboard.png
+dashboard: controlplane ## draw the dashboard's graphs from a real Prometheus, and the agent's web page, into docs/images
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e:tests/agent $(BIN)/python e2e/draw_dashboard.py docs/images/dashboard.png
+	.ci/install-chromium
+	PYTHONPATH=e2e:tests/agent $(BIN)/python e2e/draw_web_page.py docs/images
 
 check: install ## check format, lint, types and import walls, and run the quick tests; required before a commit
 	$(BIN)/ruff format --check .

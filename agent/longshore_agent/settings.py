@@ -114,7 +114,7 @@ class Settings:
         0, Role.AGENT, "Port of health, status and metrics; 0: a free one.", low=0, high=65535, file="control.http_port"
     )
     http_token_file: str = _setting(
-        "", Role.AGENT, "File with the bearer token that HTTP requires, except for /healthz and /readyz. Empty: none."
+        "", Role.AGENT, "File with the bearer token that HTTP requires, except for /healthz, /readyz, /. Empty: none."
     )
     http_certificate_file: str = _setting("", Role.AGENT, "PEM chain for HTTPS. Empty: plain HTTP.")
     http_key_file: str = _setting("", Role.AGENT, "PEM key of the certificate.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import socket
 import ssl
 import threading
@@ -79,6 +82,33 @@ def test_status_shows_workers_with_their_engines_but_neither_rooms_nor_metrics(
     assert shown["engines"][0]["layout"]["tp"] == 2
     assert shown["epoch"] == "9223372036854775809"
     assert not {"rooms", "metrics", "spans"} & shown.keys()
+
+
+def test_status_shows_the_oldest_open_rooms_of_a_worker_without_their_pairs(
+    client: httpx.Client, source: Source
+) -> None:
+    ages = {1: 0.5, 2: 9.0, 3: 0.1, 4: 3.0, 5: 2.0}
+    rooms = tuple(msgspec.structs.replace(room(number), age_s=age_s) for number, age_s in ages.items())
+    source.state = agent(worker(rooms=rooms, rooms_open=5, ended=(room(7),)))
+    (shown,) = client.get("/v1/status").json()["workers"]
+    assert [(each["room"], each["age_s"]) for each in shown["oldest_rooms"]] == [("2", 9.0), ("4", 3.0), ("5", 2.0)]
+    assert {len(each["pairs"]) for each in shown["oldest_rooms"]} == {0}
+
+
+def test_the_web_page_is_one_file_whose_script_and_style_alone_its_policy_allows(client: httpx.Client) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    wanted = {"default-src": "'none'", "connect-src": "'self'", "base-uri": "'none'", "frame-ancestors": "'none'"}
+    assert wanted.items() <= policy.items()
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    # The browser test shows that a hostile name stays text. These would be the ways to code.
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", " src=", " href=", "eval("):
+        assert word not in answer.text
 
 
 @pytest.mark.parametrize("shared", [True, False, None])
@@ -319,7 +349,7 @@ def test_the_openapi_page_describes_every_path_and_every_body(client: httpx.Clie
     )
 
 
-def test_a_token_is_asked_for_everywhere_but_on_the_probes(source: Source) -> None:
+def test_a_token_is_asked_for_everywhere_but_on_the_probes_and_the_page_without_data(source: Source) -> None:
     server = serve(create_app(source, RULES), "127.0.0.1", 0, token="s3cret-ü")
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
@@ -331,7 +361,8 @@ def test_a_token_is_asked_for_everywhere_but_on_the_probes(source: Source) -> No
             assert client.get("/v1/status", headers=wrong).status_code == 401
             right = {"Authorization": "Bearer s3cret-ü".encode()}
             assert client.get("/v1/status", headers=right).status_code == 200  # type: ignore[arg-type]
-            assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
+            for path in ("/readyz", "/healthz", "/"):
+                assert client.get(path).status_code == 200
     finally:
         server.stop()
 

@@ -24,11 +24,11 @@ def asked(method: str, *paths: str) -> list[httpx.Response]:
 
 
 def test_a_path_that_no_page_has_is_answered_with_those_that_there_are() -> None:
-    paths = ("/", "/livez", "/v1")
+    paths = ("/livez", "/v1", "/v1/")
     for path, answer in zip(paths, asked("GET", *paths), strict=True):
         assert (answer.status_code, answer.json()["reason"]) == (404, "UnknownPath")
         text = answer.json()["text"]
-        assert text.startswith(f"no page has the path {path}: there are /healthz, /readyz, /metrics, /v1/status, ")
+        assert text.startswith(f"no page has the path {path}: there are /, /healthz, /readyz, /metrics, /v1/status, ")
         for page in ("/v1/rooms/{room}", "/v1/plan", "/v1/bootstrap", "/openapi.json"):
             assert page in text
 

@@ -120,6 +120,7 @@ class Peer:
     # Pools of `attach` whose geometry fits its layout. Pools of another Attach are different objects.
     sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
     ways: set[Way] = field(default_factory=set)  # of all pairs claimed so far
+    bytes_moved: int = 0  # of finished slabs of all pairs
 
     # The following fields are used at a target, for its sources.
     attempt: int = 0  # number of our newest Attach to it

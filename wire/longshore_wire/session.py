@@ -269,6 +269,14 @@ class Session:
         # Time in which this side did not run does not count.
         room.progress_ns = now_ns - self.absent_ns
 
+    def _moved(self, room: Room, peer: PeerId, payload_bytes: int, now_ns: int) -> None:
+        """Count a finished slab."""
+        room.bytes_moved += payload_bytes
+        # A peer is forgotten after it was lost; then its rooms have failed.
+        if (known := self.peers.get(peer)) is not None:
+            known.bytes_moved += payload_bytes
+        self._progress(room, now_ns)
+
     def _end_idle_rooms(self, now_ns: int) -> None:
         """Fail rooms without progress for the room timeout."""
         for key in self._room_timers.pop(now_ns):

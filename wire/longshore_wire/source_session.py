@@ -122,8 +122,7 @@ class SourceSession(SourcePeers):
             return
         state = pair.step_slab(slab, SourceEvent.WROTE)
         if state is not SourceSlab.DROPPED:
-            room.bytes_moved += payload_bytes
-            self._progress(room, now_ns)
+            self._moved(room, peer, payload_bytes, now_ns)
         if state is SourceSlab.WRITTEN:
             if digests:
                 pair.digests[slab] = digests

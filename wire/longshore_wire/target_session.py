@@ -123,8 +123,7 @@ class TargetSession(TargetPeers):
             return
         region = pair.regions.get(slab)
         if self._scattered(room, pair, slab) is TargetSlab.DONE:
-            room.bytes_moved += payload_bytes
-            self._progress(room, now_ns)
+            self._moved(room, peer, payload_bytes, now_ns)
             # The engine hears of its room before the source does of its slab: a message to a peer takes longer to send.
             self._finish(room, now_ns)
             self._ack(pair, slab, 0 if region is None else region.generation)
@@ -292,8 +291,7 @@ class TargetSession(TargetPeers):
             self._watch(room, pair, now_ns)
         else:
             pair.step_slab(ready.slab, TargetEvent.PLACE)
-            room.bytes_moved += ready.payload_bytes
-            self._progress(room, now_ns)
+            self._moved(room, peer, ready.payload_bytes, now_ns)
             self.granter.note_due(pair, now_ns, landed=True)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)

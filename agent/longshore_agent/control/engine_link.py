@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -77,6 +78,7 @@ class EngineLink:
         peer: the process that connected.
         pidfd: readable once that process is dead, even if a forked child of it holds the socket; None if the
             kernel cannot provide it (an older kernel and a process in another PID namespace).
+        connected_ns: when this process took the connection, on the monotonic clock.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -89,6 +91,7 @@ class EngineLink:
         self._socket = connected
         self._outbox: deque[bytes] = deque()
         self._ended = False
+        self.connected_ns = time.monotonic_ns()
         self.peer = _credentials(connected)
         try:
             self.pidfd = _open_pidfd(connected, self.peer.pid)

@@ -1,6 +1,6 @@
-"""The agent's HTTP pages: health, metrics, status, rooms, plans and registered instances. Created by `main`.
+"""The agent's HTTP pages: health, metrics, status, rooms, plans, registered instances, a web page. Created by `main`.
 
-Every response uses one snapshot of a `StatusSource`. All pages are read-only, and no page shows a token or
+Every response but the web page uses one snapshot of a `StatusSource`. All pages are read-only, and no page shows a token or
 a byte of the cache.
 """
 
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from longshore_agent.settings import Settings
-from longshore_agent.status import rooms
+from longshore_agent.status import rooms, web_page
 from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness, unready
 from longshore_agent.status.metrics import CONTENT_TYPE, MetricsSnapshot, ready, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
@@ -87,6 +87,7 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
     """
     app = FastAPI(title="Longshore agent", docs_url=None, redoc_url=None, openapi_url=None)
     rules = rules or Rules.of(Settings())
+    _add_web_page(app)
     _add_health(app, source, rules)
     _add_status(app, source, rules)
     _add_rooms(app, source)
@@ -94,6 +95,13 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
     _add_openapi(app)
     _add_errors(app)
     return app
+
+
+def _add_web_page(app: FastAPI) -> None:
+    # A coroutine, since it takes none of the threads of the other pages.
+    @app.get("/", include_in_schema=False)
+    async def web() -> Response:
+        return Response(web_page.BODY, headers=web_page.HEADERS)
 
 
 def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:

@@ -35,8 +35,11 @@ EXCHANGE_LIMIT_S = 10.0
 # Time for open requests when the agent stops. Responses take milliseconds.
 SHUTDOWN_S = 2
 START_LIMIT_S = 10.0
-# Paths without a token, for the kubelet's probes. They reveal only the health and its reasons.
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+# Paths of the kubelet's probes, which are answered without a token and also while the agent is busy. They reveal only the
+# health and its reasons.
+PROBE_PATHS = frozenset({"/healthz", "/readyz"})
+# The web page asks its reader for the token. It reveals nothing.
+OPEN_PATHS = PROBE_PATHS | {"/"}
 _STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -231,9 +234,9 @@ class _Door:
         self._under_way_count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
-        elif self._wanted and not self._knows(scope):
+        elif self._wanted and scope["path"] not in OPEN_PATHS and not self._knows(scope):
             self._refused()
             body = ErrorBody("Unauthorized", "give the agent's token as `Authorization: Bearer`")
             await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))

@@ -22,6 +22,8 @@ from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Pa
 # ones, so these are listed, and the newest ended ones. A requested room is always included.
 OPEN_ROOMS_LISTED_MAX = 1024
 ENDED_ROOMS_LISTED_MAX = 256
+# Of the oldest open rooms of a worker on the status page.
+OLDEST_ROOMS_MAX = 3
 SPANS_LISTED_MAX = 4096
 
 
@@ -189,7 +191,12 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine rank at its worker. `memory` is that of the pages which the worker serves: `device` or `host`."""
+    """One engine rank at its worker.
+
+    Attributes:
+        memory: of the pages which the worker serves: `device` or `host`.
+        connected_s: seconds since it connected.
+    """
 
     instance: str
     rank: int
@@ -198,6 +205,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pools: tuple[PoolStatus, ...] = ()
     pid: int = 0
     memory: str = "device"
+    connected_s: float = 0.0
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -209,6 +217,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
         error: why it was refused or lost, or why no transport may carry bytes between the two, with the wire, the allowed
             wires and the remedy.
         ways: the ways of its rooms so far. If it has only `direct`, no transport is used and the wire is irrelevant.
+        half: our half of its rooms: `source` if we send to it, `target` if we receive from it.
+        bytes_moved: bytes of finished slabs of all its rooms. Begins at 0 again if the peer is lost and attaches again.
     """
 
     instance: str
@@ -220,6 +230,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     error: str = ""
     ways: tuple[str, ...] = ()
     memory: str = "device"
+    half: str = ""
+    bytes_moved: int = 0
 
 
 class RingStatus(msgspec.Struct, frozen=True):
@@ -320,6 +332,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         peer_access: whether all other GPUs that it sees can write its GPU's memory; null: a CPU.
         data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
         rooms_open, rooms_ended: exact counts; the lists are bounded.
+        oldest_rooms: the oldest open ones, oldest first, at most OLDEST_ROOMS_MAX, without their pairs.
         mismatches, mismatch: slabs whose digests differed, and the text of the newest one's room.
     """
 
@@ -343,6 +356,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     data_ports: tuple[DataPortStatus, ...] = ()
     rooms_open: int = 0
     rooms_ended: int = 0
+    oldest_rooms: tuple[RoomStatus, ...] = ()
     mismatches: int = 0
     mismatch: str = ""
 
@@ -362,8 +376,12 @@ class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
     metrics: MetricsSnapshot = MetricsSnapshot()
 
     def status(self) -> WorkerStatus:
-        """Return this without rooms, spans and metrics, which have pages of their own."""
-        return WorkerStatus(**{name: getattr(self, name) for name in WorkerStatus.__struct_fields__})
+        """Return this without spans, metrics and most rooms, which have pages of their own."""
+        oldest = sorted(self.rooms, key=lambda room: -room.age_s)[:OLDEST_ROOMS_MAX]
+        fields = {name: getattr(self, name) for name in WorkerStatus.__struct_fields__}
+        return WorkerStatus(
+            **fields | {"oldest_rooms": tuple(msgspec.structs.replace(room, pairs=()) for room in oldest)}
+        )
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,7 +103,7 @@ def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> b
         state_age_s=(now_ns - worker.started_ns) / 1e9,
         mps=worker.mover.resources.mps,
         peer_access=config.peer_access(),
-        engines=_engines(worker),
+        engines=_engines(worker, now_ns),
         peers=peers,
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
@@ -189,7 +189,7 @@ def _data_ports(worker: DescribedWorker) -> tuple[DataPortStatus, ...]:
     return ports
 
 
-def _engines(worker: DescribedWorker) -> tuple[EngineStatus, ...]:
+def _engines(worker: DescribedWorker, now_ns: int) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
@@ -200,11 +200,12 @@ def _engines(worker: DescribedWorker) -> tuple[EngineStatus, ...]:
     roles = tuple(half.name.lower() for half in config.roles)
     layout = LayoutStatus.of(config.layout)
     memory = config.memory.name.lower()
-    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine.peer.pid, memory),)
+    pid, connected_s = worker.engine.peer.pid, (now_ns - worker.engine.connected_ns) / 1e9
+    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, pid, memory, connected_s),)
 
 
 def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
-    for session in worker.sessions.values():
+    for half, session in worker.sessions.items():
         for peer in session.peers.values():
             yield PeerStatus(
                 peer.peer.instance,
@@ -216,6 +217,8 @@ def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
                 error=_trouble(session, peer),
                 ways=_ways(peer),
                 memory=peer.peer.memory.name.lower(),
+                half=half.name.lower(),
+                bytes_moved=peer.bytes_moved,
             )
 
 
