@@ -47,16 +47,27 @@ def opened(arguments: argparse.Namespace) -> Iterator[Sequence[AgentPages]]:
         ClusterError: the cluster does not answer.
     """
     with ExitStack() as stack:
-        if arguments.agent:
-            if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
-                raise AgentPageError("--agent names agents without a cluster: leave out the deployment, or --agent")
-            token = _token(arguments.token_file)
-            urls = dict.fromkeys(url.rstrip("/") for url in arguments.agent)
-            yield [stack.enter_context(AgentPages.at(url, token=token, authority=arguments.authority)) for url in urls]
-            return
-        if arguments.token_file or arguments.authority:
-            raise AgentPageError("--token-file and --authority are for agents that --agent names: give --agent")
-        yield _of_deployment(stack.enter_context(Cluster.connect(arguments)), arguments.deployment)
+        found = at_addresses(arguments, stack)
+        if found is None:
+            found = _of_deployment(stack.enter_context(Cluster.connect(arguments)), arguments.deployment)
+        yield found
+
+
+def at_addresses(arguments: argparse.Namespace, stack: ExitStack) -> Sequence[AgentPages] | None:
+    """Return the pages of the agents that --agent names, which `stack` closes; None: the arguments name a cluster's.
+
+    Raises:
+        AgentPageError: the arguments contradict each other.
+    """
+    if arguments.agent:
+        if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
+            raise AgentPageError("--agent names agents without a cluster: leave out the deployment, or --agent")
+        token = _token(arguments.token_file)
+        urls = dict.fromkeys(url.rstrip("/") for url in arguments.agent)
+        return [stack.enter_context(AgentPages.at(url, token=token, authority=arguments.authority)) for url in urls]
+    if arguments.token_file or arguments.authority:
+        raise AgentPageError("--token-file and --authority are for agents that --agent names: give --agent")
+    return None
 
 
 def asked(command: str, pages: Sequence[AgentPages], ask: Callable[[AgentPages], _Answer]) -> list[_Answer]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore_cli import analyze, check, completion, examples, laboratory, rooms, up, verify
+from longshore_cli import analyze, check, completion, examples, laboratory, rooms, status, up, verify
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -65,6 +65,12 @@ def _commands() -> tuple[_Command, ...]:
             check.run,
         ),
         _Command(
+            "status",
+            "show deployments and agents: engines, pairs, rates now, and what is wrong",
+            status.add_arguments,
+            status.run,
+        ),
+        _Command(
             "verify",
             "move test bytes between every pair of a deployment's agents, and compare",
             verify.add_verify_arguments,
@@ -107,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    status: int = chosen.run(chosen)
-    return status
+    code: int = chosen.run(chosen)
+    return code
 
 
 def complete_for_kubectl() -> int:

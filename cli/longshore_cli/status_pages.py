@@ -111,7 +111,22 @@ class AgentPages:
         Raises:
             AgentPageError: the agent does not answer, wants another token, or refuses the request; or it is no agent.
         """
-        asked = path
+        asked, answer = self._answer(path, query)
+        if answer.status == NOT_FOUND and _reason(answer.body) == "UnknownRoom":
+            return None
+        body = _decoded(answer.body)
+        if answer.status == OK and all(field in body for field in fields):
+            return body, answer
+        raise self._refusal(asked, answer)
+
+    def text(self, path: str) -> str:
+        """Return a page of text, such as `/metrics`. Raises AgentPageError as `page` does."""
+        asked, answer = self._answer(path)
+        if answer.status != OK:
+            raise self._refusal(asked, answer)
+        return answer.body.decode(errors="replace")
+
+    def _answer(self, path: str, query: Mapping[str, str | int] | None = None) -> tuple[str, Answer]:
         try:
             asked = f"{path}?{urlencode(query)}" if query else path
             answer = self.ask(asked)
@@ -120,19 +135,18 @@ class AgentPages:
                 f"the agent at {self.name} cannot be reached: {error}: see agent.json in its run directory for its address, and "
                 "give --authority for a certificate that this system does not know"
             ) from error
-        if answer.status == NOT_FOUND and _reason(answer.body) == "UnknownRoom":
-            return None
         if answer.status == UNAUTHORIZED:
             raise AgentPageError(
                 f"the agent at {self.name} wants its token: give --token-file", reason=Reason.AUTHENTICATION
             )
+        return asked, answer
+
+    def _refusal(self, asked: str, answer: Answer) -> AgentPageError:
         body = _decoded(answer.body)
-        if answer.status == OK and all(field in body for field in fields):
-            return body, answer
         said = answer.body.decode(errors="replace")[:_SHOWN_CHARACTERS_MAX]
         remedies = {UNAVAILABLE: "it starts, ends or is busy: try again", REFUSED: "it refuses the request"}
         remedy = remedies.get(answer.status, "") if body.get("reason") else ""
-        raise AgentPageError(
+        return AgentPageError(
             f"{self.name}{asked} answered {answer.status}, {said!r}: {remedy or 'is an agent of this release there?'}"
         )
 

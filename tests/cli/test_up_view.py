@@ -21,8 +21,8 @@ class Agent:
     def status(self):
         if not self.answers:
             raise LocalAgentError("GET /v1/status: timed out")
-        peers = [{"error": text} for text in ("", self.error)]
-        return {"workers": [{"engines": [{"instance": "p"}], "rooms_open": 2, "peers": peers}]}
+        peers = [{"instance": "d", "error": text} for text in ("", self.error)]
+        return {"workers": [{"worker": "p/0/0", "engines": [{"instance": "p"}], "rooms_open": 2, "peers": peers}]}
 
     def metrics(self):
         return MetricsPage("")

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longshore_cli.local_agents import LocalAgentError
+from longshore_cli.status import live
+from longshore_cli.status.report import ATTACHED, Report, report_of, with_rates
 from longshore_cli.up.fleet import Fleet, Member
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Interval between two drawings on a terminal, and between two lines without one.
 _DRAW_S = 1.0
@@ -44,11 +51,11 @@ HEADER = ("agent", "engines", "peers", "rooms open", "done", "failed", "GB/s sen
 
 
 class Looker:
-    """Queries all agents, and keeps their last byte counts to compute rates."""
+    """Queries all agents, and keeps their last reports to compute rates."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._sent: dict[str, tuple[float, float]] = {}
+        self._before: dict[str, Report] = {}
 
     def rows(self) -> list[Row]:
         """Return the current state. Raises LocalAgentError if an agent has ended."""
@@ -57,31 +64,26 @@ class Looker:
     def _row(self, name: str) -> Row:
         agent = self._fleet.agents[name]
         try:
-            status, page = agent.status(), agent.metrics()
+            found = report_of(name, agent.status(), agent.metrics())
         except LocalAgentError:
             # On a busy machine a page may exceed the time limit. The agents must keep running.
             if agent.running:
                 return Row(name, SILENT, 0, 0, 0, 0, 0.0)
             raise
-        ranks: dict[str, int] = {}
-        for worker in status["workers"]:
-            for engine in worker["engines"]:
-                shown = engine["instance"] + (" in host memory" if engine.get("memory") == "host" else "")
-                ranks[shown] = ranks.get(shown, 0) + 1
-        sent_bytes, now_s = page.total("longshore_stage_bytes_total", stage="write"), time.monotonic()
-        before_s, before_bytes = self._sent.get(name, (now_s, sent_bytes))
-        self._sent[name] = (now_s, sent_bytes)
-        rate = (sent_bytes - before_bytes) / (now_s - before_s) / 1e9 if now_s > before_s else 0.0
-        outcomes = page.by("outcome", "longshore_rooms_total")
+        workers = with_rates(found, self._before.get(name)).workers
+        self._before[name] = found
+        engines = [engine for worker in workers for engine in worker.engines]
+        ranks = Counter(each.instance + (" in host memory" if each.memory == "host" else "") for each in engines)
+        pairs = [pair for worker in workers for pair in worker.pairs]
         return Row(
             name,
             ", ".join(f"{instance} ({count})" for instance, count in sorted(ranks.items())),
-            int(page.total("longshore_peers", state="attached")),
-            sum(worker["rooms_open"] for worker in status["workers"]),
-            int(outcomes.get("done", 0)),
-            int(outcomes.get("failed", 0)),
-            rate,
-            tuple(sorted({peer["error"] for worker in status["workers"] for peer in worker["peers"]} - {""})),
+            sum(pair.state == ATTACHED for pair in pairs),
+            found.rooms_open,
+            found.rooms_done,
+            found.rooms_failed,
+            sum(worker.sent_gb_per_s or 0.0 for worker in workers),
+            tuple(sorted({pair.error for pair in pairs} - {""})),
         )
 
 
@@ -128,7 +130,7 @@ def watch(looker: Looker, until_s: float | None) -> None:
         LocalAgentError: an agent has ended.
     """
     if sys.stdout.isatty():
-        _draw(looker, until_s)
+        live.draw(lambda: _table(looker.rows()), _DRAW_S, until_s)
         return
     last: list[list[str]] = []
     told: set[str] = set()
@@ -142,7 +144,7 @@ def watch(looker: Looker, until_s: float | None) -> None:
         if cells != last:
             print("; ".join(f"{each[0]}: {_told(each)}" for each in cells), flush=True)
             last = cells
-        time.sleep(_pause(_LINE_S, until_s))
+        time.sleep(live.pause(_LINE_S, until_s))
 
 
 def refusals(rows: list[Row]) -> list[str]:
@@ -155,25 +157,13 @@ def _told(cells: list[str]) -> str:
     return f"engines {engines}, peers {peers}, rooms {opened} open, {done} done, {failed} failed, {rate} GB/s"
 
 
-def _draw(looker: Looker, until_s: float | None) -> None:
-    from rich.live import Live
+def _table(rows: list[Row]) -> Table:
     from rich.table import Table
 
-    def table() -> Table:
-        made = Table()
-        for index, name in enumerate(HEADER):
-            made.add_column(name, justify="left" if index < 2 else "right")  # noqa: PLR2004
-        rows = looker.rows()
-        for row in rows:
-            made.add_row(*row.cells())
-        made.caption = "\n".join(refusals(rows)) or None
-        return made
-
-    with Live(table(), auto_refresh=False) as live:
-        while until_s is None or time.monotonic() < until_s:
-            live.update(table(), refresh=True)
-            time.sleep(_pause(_DRAW_S, until_s))
-
-
-def _pause(usual_s: float, until_s: float | None) -> float:
-    return usual_s if until_s is None else max(0.0, min(usual_s, until_s - time.monotonic()))
+    made = Table()
+    for index, name in enumerate(HEADER):
+        made.add_column(name, justify="left" if index < 2 else "right")  # noqa: PLR2004
+    for row in rows:
+        made.add_row(*row.cells())
+    made.caption = "\n".join(refusals(rows)) or None
+    return made

@@ -1,0 +1,276 @@
+"""Renders the facts of deployments for a terminal: one line each, or one as a tree. Pure; rich draws the tree.
+
+Texts of engines and peers are shown as they are, without characters that a terminal would obey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from longshore_cli.aligned import aligned
+from longshore_cli.status.facts import Agent, Condition, Deployment, oldest_room
+from longshore_cli.status.report import SOURCE, Engine, Pair, Report, Worker
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
+# More agents of a role, or pairs of a worker, are folded to one line if they are healthy.
+FOLDED_FROM = 9
+# Agents of a role with faults that are shown without --all. More of them have one cause.
+FAULTY_MAX = 12
+_GOOD, _BAD, _FAINT = "green", "red", "dim"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_STEP = 1000.0
+_ROLE_ORDER = ("prefill", "decode")
+
+
+def table(found: Sequence[Deployment], *, with_namespace: bool) -> str:
+    """Return one line for each deployment."""
+    if not found:
+        return "no deployments"
+    header = ["NAMESPACE", "NAME", "READY", "AGENTS", "ENGINES", "ROOMS", "GB/S", "WORST FACT"]
+    rows = [
+        [
+            each.namespace,
+            each.name,
+            each.ready,
+            _of(each.agents_ready, each.agents_wanted),
+            _of(each.engines_registered, each.engines_expected),
+            str(each.rooms_open),
+            _number(each.gb_per_s),
+            plain(each.worst) or "-",
+        ]
+        for each in found
+    ]
+    shown = [row if with_namespace else row[1:] for row in [header, *rows]]
+    last = len(shown[0]) - 1
+    return "\n".join(aligned(shown, frozenset({0, last - 5, last} | ({1} if with_namespace else set()))))
+
+
+def tree(found: Deployment, *, every: bool) -> Tree:
+    """Return the tree of one deployment: its conditions, and for each role agents, workers, engines, pairs and a room.
+
+    Args:
+        every: show each healthy agent and pair, however many there are.
+    """
+    from rich.tree import Tree
+
+    counts = f"agents {_of(found.agents_ready, found.agents_wanted)}, engines {_of(found.engines_registered, found.engines_expected)}"
+    rooms = f"{_many(found.rooms_open, 'open room')}, {rate(found.gb_per_s)}"
+    root = Tree(
+        _line(
+            (found.full_name, "bold"),
+            ": ",
+            _verdict("Ready", "not Ready", good=found.ready == "True"),
+            f", {counts}, {rooms}",
+        )
+    )
+    if found.conditions:
+        branch = root.add("conditions")
+        for condition in found.conditions:
+            branch.add(_condition(condition))
+    for role in sorted({agent.roles for agent in found.agents}, key=_order):
+        members = [agent for agent in found.agents if agent.roles == role]
+        _add_role(root.add(_role(role, members)), members, every=every)
+    return root
+
+
+def _add_role(branch: Tree, members: Sequence[Agent], *, every: bool) -> None:
+    folds = not every and len(members) >= FOLDED_FROM
+    faulty = [agent for agent in members if agent.faults()]
+    healthy = [agent for agent in members if not agent.faults()]
+    for agent in faulty[:FAULTY_MAX] if folds else members:
+        _add_agent(branch.add(_agent(agent)), agent, every=every)
+    if folds and len(faulty) > FAULTY_MAX:
+        branch.add(
+            _line((f"{len(faulty) - FAULTY_MAX} more agents with faults", _BAD), (" (--all shows each)", _FAINT))
+        )
+    if folds and healthy:
+        branch.add(
+            _line(f"{_many(len(healthy), 'healthy agent')}: {_totals(healthy)}", (" (--all shows each)", _FAINT))
+        )
+
+
+def _add_agent(branch: Tree, agent: Agent, *, every: bool) -> None:
+    if agent.report is None:
+        branch.add(_line((agent.silent, _BAD)))
+        return
+    for fault in (*agent.report.unready, *agent.report.dying):
+        branch.add(_line((fault, _BAD)))
+    if agent.report.failures:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in agent.report.failures.items())
+        branch.add(_line(f"failed rooms: {reasons}"))
+    for worker in agent.report.workers:
+        _add_worker(branch.add(_worker(worker)), worker, every=every)
+    if (room := oldest_room(agent)) is not None:
+        branch.add(
+            _line(f"oldest room {room.room} of {room.instance}: {room.half}, {room.state} for {age(room.age_s)}, ")
+            + _line(f"{room.tokens_done}/{room.tokens_wanted} tokens")
+        )
+
+
+def _add_worker(branch: Tree, worker: Worker, *, every: bool) -> None:
+    if worker.error:
+        branch.add(_line((worker.error, _BAD)))
+    if worker.mismatches:
+        branch.add(_line((f"{worker.mismatches} slabs with differing digests: {worker.mismatch}", _BAD)))
+    for engine in worker.engines:
+        branch.add(_engine(engine))
+    if (ring := worker.ring) is not None:
+        branch.add(
+            _line(
+                f"ring {size(ring.capacity_bytes)}: {_percent(ring.used_share)} in use, {_percent(ring.held_share)} in quarantine"
+            )
+        )
+    folds = not every and len(worker.pairs) >= FOLDED_FROM
+    for pair in worker.pairs:
+        if not (folds and pair.healthy):
+            branch.add(_pair(pair))
+    healthy = [pair for pair in worker.pairs if pair.healthy]
+    if folds and healthy:
+        moved = size(sum(pair.bytes_moved for pair in healthy))
+        branch.add(_line(f"{len(healthy)} pairs: {_paths(healthy)}, {moved}", (" (--all shows each)", _FAINT)))
+
+
+def _condition(condition: Condition) -> Text:
+    if condition.good:
+        return _line(f"{condition.type} ", (condition.status, _GOOD))
+    return _line(f"{condition.type} ", (condition.status, _BAD), f" {condition.reason}: {condition.message}")
+
+
+def _role(role: Sequence[str], members: Sequence[Agent]) -> Text:
+    ready = sum(agent.ready for agent in members)
+    totals = f", {_totals(members)}" if any(agent.report for agent in members) else ""
+    return _line((" and ".join(role) or "no role yet", "bold"), f": {_of(ready, len(members))} agents ready{totals}")
+
+
+def _totals(members: Sequence[Agent]) -> str:
+    workers = [worker for agent in members if agent.report for worker in agent.report.workers]
+    ranks = sum(len(worker.engines) for worker in workers)
+    pairs = [pair for worker in workers for pair in worker.pairs]
+    paths = _paths([pair for pair in pairs if pair.healthy and pair.ways])
+    rooms = sum(worker.rooms_open for worker in workers)
+    return f"{_many(ranks, 'engine rank')}, {_many(len(pairs), 'pair')}{f' {paths}' if paths else ''}, {_many(rooms, 'open room')}, {_rates(workers)}"
+
+
+def _agent(agent: Agent) -> Text:
+    pod = [f"pod {agent.pod}, {_many(agent.pod_restarts, 'restart')}"] if agent.pod else []
+    if agent.report is None:
+        return _line(agent.name, ": ", ("silent", _BAD), "".join(f", {each}" for each in pod))
+    report = agent.report
+    told = [f"version {report.version}", f"up {age(report.uptime_s)}", _many(report.restarts, "worker restart"), *pod]
+    state = ("draining", _BAD) if report.draining else _verdict("ready", "not ready", good=agent.ready)
+    return _line(agent.name, ": ", state, f", {', '.join(told)}, {_rooms(report)}")
+
+
+def _rooms(report: Report) -> str:
+    return f"rooms {report.rooms_open} open, {report.rooms_done} done, {report.rooms_failed} failed"
+
+
+def _worker(worker: Worker) -> Text:
+    silence = f", silent for {age(worker.silent_s)}" if worker.silent_s >= 1 else ""
+    restarts = f", {_many(worker.restarts, 'restart')}" if worker.restarts else ""
+    return _line(
+        f"worker {worker.name}: ",
+        (worker.state, _GOOD if worker.state == "ready" else _BAD),
+        (silence, _BAD),
+        f", {worker.device}, {_many(worker.rooms_open, 'open room')}, {_rates([worker])}{restarts}",
+    )
+
+
+def _engine(engine: Engine) -> Text:
+    layout = engine.layout
+    parts = [f"TP {layout.tp}", *([f"PP {layout.pp}"] * (layout.pp > 1)), *([f"DP {layout.dp}"] * (layout.dp > 1))]
+    pages = sum(pool.page_count for pool in engine.pools)
+    held = size(sum(pool.total_bytes for pool in engine.pools))
+    memory = " in host memory" if engine.memory == "host" else ""
+    return _line(
+        f"engine {engine.instance} rank {engine.rank}: {', '.join(parts)}, {pages} pages of {layout.page_size} tokens, "
+        f"{held}{memory}, pid {engine.pid}, since {age(engine.connected_s)}"
+    )
+
+
+def _pair(pair: Pair) -> Text:
+    name = f"{'to' if pair.half == SOURCE else 'from'} {pair.name}"
+    if not pair.healthy:
+        return _line(f"{name}: ", (pair.state, _BAD), (f": {pair.error}" if pair.error else "", _BAD))
+    return _line(f"{name}: {_paths([pair])}, {size(pair.bytes_moved)}, {rate(pair.gb_per_s)}")
+
+
+def _paths(pairs: Sequence[Pair]) -> str:
+    """Return the ways and wires of pairs, without repetition."""
+    return ", ".join(sorted({_path(pair) for pair in pairs}))
+
+
+def _path(pair: Pair) -> str:
+    # Direct copies use no wire.
+    return "direct" if pair.ways == ("direct",) else f"{' and '.join(pair.ways) or 'no way yet'} over {pair.wire}"
+
+
+def _rates(workers: Sequence[Worker]) -> str:
+    """Return what is sent and received now, without a direction in which nothing moves."""
+    sums = {
+        "sent": [worker.sent_gb_per_s for worker in workers if worker.sent_gb_per_s is not None],
+        "received": [worker.received_gb_per_s for worker in workers if worker.received_gb_per_s is not None],
+    }
+    moving = [f"{word} {rate(sum(known))}" for word, known in sums.items() if sum(known)]
+    return ", ".join(moving) or rate(0.0 if any(sums.values()) or not workers else None)
+
+
+def size(count_bytes: float) -> str:
+    """Return a number of bytes with a decimal unit."""
+    index = 0
+    while count_bytes >= _STEP and index < len(_UNITS) - 1:
+        count_bytes, index = count_bytes / _STEP, index + 1
+    return f"{count_bytes:.3g} {_UNITS[index]}" if count_bytes < _STEP / 10 else f"{count_bytes:.0f} {_UNITS[index]}"
+
+
+def age(seconds: float) -> str:
+    """Return a duration with one unit."""
+    for limit, divisor, unit in ((10, 1, ".1f s"), (120, 1, ".0f s"), (7200, 60, ".0f min"), (172_800, 3600, ".0f h")):
+        if seconds < limit:
+            number, _, word = unit.partition(" ")
+            return f"{seconds / divisor:{number}} {word}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def rate(gb_per_s: float | None) -> str:
+    """Return a rate; `-` if it is not known."""
+    return f"{_number(gb_per_s)} GB/s"
+
+
+def plain(text: str) -> str:
+    """Return a text in one line, without characters that a terminal obeys."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _number(gb_per_s: float | None) -> str:
+    return "-" if gb_per_s is None else f"{gb_per_s:.2f}"
+
+
+def _percent(share: float) -> str:
+    return "<1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")  # noqa: PLR2004
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _of(count: int, wanted: int | None) -> str:
+    return str(count) if wanted is None else f"{count}/{wanted}"
+
+
+def _verdict(yes: str, no: str, *, good: bool) -> tuple[str, str]:
+    return (yes, _GOOD) if good else (no, _BAD)
+
+
+def _order(role: Sequence[str]) -> tuple[int, ...]:
+    return tuple(_ROLE_ORDER.index(each) if each in _ROLE_ORDER else len(_ROLE_ORDER) for each in role) or (9,)
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*(plain(part) if isinstance(part, str) else (plain(part[0]), part[1]) for part in parts))
