@@ -66,7 +66,7 @@ def test_the_page_asks_for_the_token_and_shows_what_moves_and_no_name_becomes_co
     shows(browser, "The agent does not accept this token.")
     gives(browser, TOKEN)
     with scene.waits_for_a_hostile_name(), scene.busy():
-        shown = shows(browser, "gpu-node-7", "ready", "from llama-prefill-0 rank 1", "staged", HOSTILE, "rooms done")
+        shown = shows(browser, "gpu-node-7", "ready", "from llama-prefill-0/0/1", "staged", HOSTILE, "rooms done")
         until(lambda: "received\n0.00 GB/s" not in browser.text() and "received\n-" not in browser.text(), "a rate")
     assert "The agent" not in shown
     # Images, scripts and attributes would be elements.
@@ -97,7 +97,7 @@ def test_the_page_works_below_the_path_of_the_api_servers_proxy_and_says_when_th
 ) -> None:
     with _Proxy(scene.prefill.http) as proxy:
         browser.open(f"{proxy.url}{PROXY_PATH}")
-        shows(browser, "gpu-node-3", "to llama-decode-0 rank 0")
+        shows(browser, "gpu-node-3", "to llama-decode-0/0/0")
         proxy.down = True
         shows(browser, "No answer: v1/status answers 503: error trying to reach service", "no answer")
         proxy.down = False

@@ -1,9 +1,12 @@
-"""Tests `longshore rooms` and `longshore trace room` with real agents, whose pages need a token and have a certificate."""
+"""Tests `rooms`, `trace room` and `status` of the command with real agents, whose pages need a token and have a certificate."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from typing import Self
 import pytest
 import trustme
 from agent_fleet import World
-from agent_world import Agent, Request, wait_for
+from agent_world import Agent, Engine, Request, wait_for
 
 from longshore_cli.main import main
 from longshore_cli.status_pages import AgentPages
@@ -28,11 +31,21 @@ TRANSFER = re.compile(r"decode's DONE: ([\d.]+) us")
 
 @dataclass
 class Place:
-    """Two agents, and a room that has moved between their engines."""
+    """Two agents, their engines, and a room that has moved between these."""
 
     directory: Path
     agents: list[Agent]
+    source: Engine
+    target: Engine
     room: int
+
+    def move(self, total: int) -> int:
+        """Move a room; return its number."""
+        request = Request(self.source, self.target, total)
+        request.claim()
+        request.offer()
+        request.arrives()
+        return request.room
 
     def words(self, command: str, *agents: str) -> list[str]:
         """Return a command with what the agents' pages need."""
@@ -63,14 +76,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         agents = [world.agent("prefill"), world.agent("decode")]
         starts = [world.engine(agent, f"traced-{tp}", tp) for agent, tp in zip(agents, (2, 1), strict=True)]
         source, target = (start.result() for start in starts)
-        room = 0
-        for total in (300, 20):  # the second one's answers come after all messages of the first
-            each = Request(source, target, total)
-            each.claim()
-            each.offer()
-            each.arrives()
-            room = room or each.room
-        yield Place(directory, agents, room)
+        found = Place(directory, agents, source, target, 0)
+        found.room = found.move(300)
+        found.move(20)  # its answers come after all messages of the first
+        yield found
     finally:
         world.close()
 
@@ -254,3 +263,91 @@ def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pyte
         assert out == ""
         assert err.startswith(f"longshore {words[0]}: ")
         assert said in err
+
+
+def statuses(place: Place, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict]:
+    """Return exit status and the deployment that `longshore status -o json` prints."""
+    code = main([*place.words("status --interval 0.3 -o json"), *more])
+    (found,) = json.loads(capsys.readouterr().out)["deployments"]
+    return code, found
+
+
+@pytest.mark.slow
+def test_status_shows_each_pair_with_its_bytes_at_both_ends_and_the_rate_of_a_moving_room(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def moved() -> dict:
+        mover = threading.Thread(target=lambda: [place.move(300) for _ in range(5)])
+        mover.start()
+        code, found = statuses(place, capsys)
+        mover.join()
+        assert (code, found["ready"], found["agents_ready"], found["engines_registered"]) == (0, "True", 2, 2)
+        return found if found["gb_per_s"] > 0 else {}
+
+    wait_for(moved, what="a rate above 0")
+    code, found = statuses(place, capsys)
+    assert (code, found["gb_per_s"], found["worst"]) == (0, 0, "")
+    ends: dict[str, dict[tuple[str, str], int]] = {"source": {}, "target": {}}
+    for agent in found["agents"]:
+        for worker in agent["report"]["workers"]:
+            for peer in worker["peers"]:
+                assert (peer["state"], peer["ways"], peer["wire"]) == ("attached", ["staged"], "Loopback")
+                key = worker["worker"], f"{peer['instance']}/{peer['dp_rank']}/{peer['rank']}"
+                ends[peer["half"]][key] = peer["bytes_moved"]
+            (engine,) = worker["engines"]
+            assert engine["connected_s"] > 0 and engine["pid"] > 0
+    assert ends["source"] == {(mine, other): count for (other, mine), count in ends["target"].items()}
+    assert sorted(ends["source"]) == [("traced-2/0/0", "traced-1/0/0"), ("traced-2/0/1", "traced-1/0/0")]
+    assert min(ends["source"].values()) > 0
+    assert main(place.words("status --interval 0.1")) == 0
+    text = capsys.readouterr().out
+    for line in ("worker traced-2/0/1: ready", "engine traced-1 rank 0: TP 1", "to traced-1/0/0: staged over Loopback"):
+        assert line in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_a_room_that_waits_and_an_agent_that_is_silent_are_shown_and_the_latter_fails(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request(place.source, place.target, 64)
+    request.claim()
+
+    def waits() -> dict:
+        code, found = statuses(place, capsys, "--agent", f"http://{HOST}:1")
+        assert (code, found["ready"], found["agents_ready"], found["agents_wanted"]) == (1, "False", 2, 3)
+        assert found["worst"].startswith(
+            f"agent on http://{HOST}:1 is silent: the agent at http://{HOST}:1 cannot be reached"
+        )
+        rooms = [
+            room
+            for agent in found["agents"]
+            if agent["report"]
+            for w in agent["report"]["workers"]
+            for room in w["oldest_rooms"]
+        ]
+        return next((room for room in rooms if (room["room"], room["half"]) == (str(request.room), "target")), {})
+
+    room = wait_for(waits, what="the claimed room")
+    assert (room["instance"], room["state"], room["tokens_wanted"]) == ("traced-2", "open", 64)
+    request.offer()
+    request.arrives()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["json", "table"])
+def test_watching_prints_one_snapshot_after_the_other_until_it_is_interrupted(place: Place, output: str) -> None:
+    words = place.words(f"status --watch --interval 0.1 -o {output}")
+    with subprocess.Popen(
+        [sys.executable, "-m", "longshore_cli.main", *words], stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        if output == "json":
+            for line in (run.stdout.readline() for _ in range(2)):
+                assert len(json.loads(line)["deployments"][0]["agents"]) == 2
+        else:
+            shown = "".join(iter(run.stdout.readline, "\n"))
+            assert run.stdout.readline().split(":")[0] == shown.split(":")[0]
+        run.send_signal(signal.SIGINT)
+        run.stdout.read()
+    assert run.returncode == 0
