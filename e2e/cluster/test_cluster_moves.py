@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
-from cluster_pods import Placed
+from cluster_pods import MANY, Placed
 from cluster_site import Site
+from deployments import ROOT
+
+from longshore_cli.main import main
+from longshore_wire.names import HTTP_PORT
 
 _MODEL = {"attention": "GQA", "layers": 6, "kvHeads": 12, "headDim": 64, "dtype": "float32"}
 
@@ -41,3 +48,34 @@ def test_the_reference_engine_decodes_the_same_tokens_on_another_node(site: Site
     assert [(line["equal_bytes"], line["equal_tokens"]) for line in lines] == [(True, True)] * 3
     # TP4 to TP1: all of a token's KV, over the node's cable.
     assert [line["bytes"] for line in lines] == [500 * 36864] * 3
+
+
+def test_status_and_the_web_page_come_through_the_api_servers_proxy(
+    site: Site, placed: Placed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed.create()
+    placed.wait("Ready")
+    placed.start_source()
+    placed.start_target(MANY, tokens=1024).more(5)
+    words = ["status", placed.name, "-n", placed.namespace, "--kubeconfig", str(site.kubeconfig)]
+    capsys.readouterr()
+    assert main([*words, "-o", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["deployments"]
+    assert found["gb_per_s"] > 0
+    agents = {agent["roles"][0]: agent for agent in found["agents"]}
+    moved = {}
+    for role, half in (("prefill", "source"), ("decode", "target")):
+        assert (agents[role]["pod"], agents[role]["silent"]) == (placed.agent(role), "")
+        peers = [peer for worker in agents[role]["report"]["workers"] for peer in worker["peers"]]
+        moved[role] = [peer["bytes_moved"] for peer in peers if peer["half"] == half]
+        assert len(moved[role]) == 4 and min(moved[role]) > 0, peers
+    assert main(words) == 0
+    assert "prefill: 1/1 agents ready, 4 engine ranks, 4 pairs staged over " in capsys.readouterr().out
+    # The API server rewrites addresses in tags of HTML. The policy names the digests of script and style.
+    served = site.kubectl(
+        "get", "--raw", f"/api/v1/namespaces/{placed.namespace}/pods/{placed.agent('decode')}:{HTTP_PORT}/proxy/"
+    )
+    page = (ROOT / "agent/longshore_agent/status/web_page.html").read_text(encoding="utf-8")
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>.*?</{tag}>", page, re.DOTALL)
+        assert content in served

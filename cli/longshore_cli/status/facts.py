@@ -158,13 +158,14 @@ def oldest_room(agent: Agent) -> Room | None:
 
 
 def _finished(found: Deployment) -> Deployment:
-    workers = [worker for agent in found.agents if agent.report for worker in agent.report.workers]
+    reports = [agent.report for agent in found.agents if agent.report]
+    workers = [worker for report in reports for worker in report.workers]
     sent = [worker.sent_gb_per_s for worker in workers if worker.sent_gb_per_s is not None]
     received = [worker.received_gb_per_s for worker in workers if worker.received_gb_per_s is not None]
     return msgspec.structs.replace(
         found,
         rooms_open=sum(worker.rooms_open for worker in workers),
-        gb_per_s=max(sum(sent), sum(received)) if sent or not workers else None,
+        gb_per_s=max(sum(sent), sum(received)) if sent or (reports and not workers) else None,
         worst=next(_faults(found), ""),
     )
 
