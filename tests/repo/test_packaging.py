@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_of, project, text_files
 
 # Distributions whose import packages have another name.
@@ -166,3 +167,10 @@ def test_the_licence_is_apache_2() -> None:
     assert "Apache License" in licence
     assert "Version 2.0, January 2004" in licence
     assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_a_wheel_has_the_files_that_are_no_modules() -> None:
+    packaged = {Path(file.distribution_path) for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    shipped = {path for path in file_paths() if any((ROOT / path).is_relative_to(p) for p in PACKAGES.values())}
+    assert Path("longshore_agent/status/web_page.html") in packaged
+    assert {str(path) for path in shipped if Path(*path.parts[1:]) not in packaged} == set()
