@@ -18,9 +18,13 @@ from longshore_wire.errors import LongshoreError
 _Answer = TypeVar("_Answer")
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, name_as_option: bool = False) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    name_as_option: bool = False,
+    what: str = "agents of this DisaggDeployment (of all of the namespace)",
+) -> None:
     """Declare what `opened` reads. The deployment's name is a positional argument, or else the option --deployment."""
-    what = "agents of this DisaggDeployment (of all of the namespace)"
     if name_as_option:
         parser.add_argument("--deployment", metavar="NAME", default="", help=what)
     else:

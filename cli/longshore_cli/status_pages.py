@@ -69,7 +69,7 @@ class AgentPages:
 
     @classmethod
     def at(cls, url: str, *, token: str = "", authority: Path | None = None) -> Self:
-        """Return the pages at an address, over one connection.
+        """Return the pages at an address, over one connection, which is opened again when the agent has closed it.
 
         Args:
             url: `http://host:port` or `https://host:port`.
@@ -82,9 +82,18 @@ class AgentPages:
         connection = _connection(url.rstrip("/"), authority)
 
         def fetch(path: str) -> Page:
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return Page(answer.status, answer.read())
+            while True:
+                reused = connection.sock is not None
+                try:
+                    connection.request("GET", path, headers=headers)
+                    answer = connection.getresponse()
+                    return Page(answer.status, answer.read())
+                except (OSError, http.client.HTTPException) as error:
+                    # Otherwise the next request is refused, because this one has no answer.
+                    connection.close()
+                    # An agent closes a connection that is idle for a while, and restarts.
+                    if not (reused and isinstance(error, ConnectionError)):
+                        raise
 
         return cls(url.rstrip("/"), fetch, connection.close)
 

@@ -46,7 +46,7 @@ class NoRichError(LongshoreError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    agents.add_arguments(parser)
+    agents.add_arguments(parser, what="show the tree of this DisaggDeployment (a line for each of the namespace)")
     parser.add_argument("-A", "--all-namespaces", action="store_true", help="list the deployments of all namespaces")
     parser.add_argument("--all", action="store_true", help="show each healthy agent and pair, however many there are")
     parser.add_argument("-w", "--watch", action="store_true", help="show it again and again, until Ctrl-C")
