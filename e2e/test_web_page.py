@@ -67,7 +67,7 @@ def test_the_page_asks_for_the_token_and_shows_what_moves_and_no_name_becomes_co
     gives(browser, TOKEN)
     with scene.waits_for_a_hostile_name(), scene.busy():
         shown = shows(browser, "gpu-node-7", "ready", "from llama-prefill-0/0/1", "staged", HOSTILE, "rooms done")
-        until(lambda: "received\n0.00 GB/s" not in browser.text() and "received\n-" not in browser.text(), "a rate")
+        until(lambda: "received\n0 B/s" not in browser.text() and "received\n-" not in browser.text(), "a rate")
     assert "The agent" not in shown
     # Images, scripts and attributes would be elements.
     assert browser.run("document.querySelectorAll('main img, main script, [onerror]').length") == 0

@@ -188,7 +188,7 @@ def test_a_tree_shows_conditions_with_the_reason_of_untrue_ones_and_no_text_cont
     }
     lines = drawn(facts.of_cluster(body(**status), [agent(HOSTILE, report(worker(peer(HOSTILE))))]))
     text = "\n".join(lines)
-    assert lines[0] == "team/llama: not Ready, agents 1/2, engines 1/6, 0 open rooms, - GB/s"
+    assert lines[0] == "team/llama: not Ready, agents 1/2, engines 1/6, 0 open rooms, - B/s"
     assert "Compatible True" in text and "PlanMade" not in text
     assert "AgentsReady False AgentsNotReady: bad" in text
     # Markup is shown as text.

@@ -186,9 +186,11 @@ def _engine(engine: Engine) -> Text:
     pages = sum(pool.page_count for pool in engine.pools)
     held = size(sum(pool.total_bytes for pool in engine.pools))
     memory = " in host memory" if engine.memory == "host" else ""
+    # Of an engine in another PID namespace the kernel tells no PID.
+    pid = f", pid {engine.pid}" if engine.pid else ""
     return _line(
         f"engine {engine.instance} rank {engine.rank}: {', '.join(parts)}, {pages} pages of {layout.page_size} tokens, "
-        f"{held}{memory}, pid {engine.pid}, since {age(engine.connected_s)}"
+        f"{held}{memory}{pid}, since {age(engine.connected_s)}"
     )
 
 
@@ -238,7 +240,7 @@ def age(seconds: float) -> str:
 
 def rate(gb_per_s: float | None) -> str:
     """Return a rate; `-` if it is not known."""
-    return f"{_number(gb_per_s)} GB/s"
+    return "- B/s" if gb_per_s is None else f"{size(gb_per_s * 1e9)}/s"
 
 
 def plain(text: str) -> str:
