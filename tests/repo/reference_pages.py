@@ -34,7 +34,8 @@ PROGRAMS: dict[str, Program] = {
 # Exit statuses that all commands have, from the docstrings of their functions.
 LEAD = (
     "The installed programs and their arguments, as `--help` shows them. Each command ends with 0, with 1 if it failed, and with "
-    "2 for invalid arguments or an invalid file. In a tree after `make install` they are in `.venv/bin/`. "
+    "2 for invalid arguments or an invalid file. In a tree after `make install` they are in `.venv/bin/`. `kubectl longshore` "
+    "is `longshore`, if `kubectl-longshore` is on the PATH. "
     "[Settings](settings.md) are those of the agent's environment, [operator](operator.md) has those of the operator."
 )
 

@@ -1,7 +1,7 @@
 """Tests that the code blocks of pages are valid: shell, YAML, JSON, Python, and the commands of this tree in them.
 
-A block without a language that begins like `key:` is YAML, and an indented one is otherwise shell. A fence without a language
-shows output, in which lines that begin with `$` are shell.
+An indented block is YAML if it begins like `key:`, else shell. A fence without a language shows output, in which lines that
+begin with `$` are shell.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ LANGUAGES = {"sh", "yaml", "json", "python", "text"}
 # What the reader replaces, such as <namespace>. A shell would take it for redirections.
 PLACE = re.compile(r"<[a-z][\w ./-]*>")
 YAML_START = re.compile(r"[\w./-]+:(?:\s|$)")
+# What was typed in output, with the lines that continue it.
+TYPED = re.compile(r"^\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 TARGET = re.compile(r"^([a-z0-9-]+):.*## ", re.MULTILINE)
 
 
@@ -43,12 +45,10 @@ def blocks_of(path: Path, text: str) -> list[Block]:
             continue
         assert token.map is not None
         language, content = token.info.strip(), token.content
-        if not language and YAML_START.match(content):
-            language = "yaml"
-        elif token.type == "code_block":
-            language = "sh"
+        if token.type == "code_block":
+            language = "yaml" if YAML_START.match(content) else "sh"
         elif not language:
-            commands = [line[2:] for line in content.splitlines() if line.startswith("$ ")]
+            commands = [match[1] for match in TYPED.finditer(content)]
             language, content = ("sh", "\n".join(commands)) if commands else ("text", content)
         found.append(Block(f"{path}:{token.map[0] + 1}", "sh" if language == "bash" else language, content))
     return found

@@ -35,7 +35,9 @@ def test_a_page_is_what_the_programs_say(path: Path) -> None:
 
 
 def test_every_installed_program_is_in_the_page() -> None:
-    assert PROGRAMS.keys() == project()["project"]["scripts"].keys()
+    scripts = project()["project"]["scripts"].keys()
+    # kubectl's names of `longshore` and of its completion.
+    assert PROGRAMS.keys() | {"kubectl-longshore", "kubectl_complete-longshore"} == scripts
 
 
 def test_every_reason_of_an_error_has_its_cause_and_remedy() -> None:
