@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from longshore_agent.settings import Settings, variable
-from longshore_wire.log_lines import LogFormat, json_line, plain_line
+from longshore_wire.log_lines import LogFormat, json_line, one_line, plain_line
 
 # The process that accepts engines and starts workers.
 SUPERVISOR = "supervisor"
@@ -31,6 +31,11 @@ class _JsonFormatter(logging.Formatter):
         return json_line(fields, self._process, record.getMessage(), exception)
 
 
+class _TextFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        return one_line(super().formatMessage(record))
+
+
 def begin(settings: Settings, process: str) -> None:
     """Begin the log of a process with this name; errors that nothing handles and warnings go to it, too."""
     handler = logging.StreamHandler(sys.stderr)
@@ -38,13 +43,11 @@ def begin(settings: Settings, process: str) -> None:
         handler.setFormatter(_JsonFormatter(process, settings.deployment))
     else:
         name = "agent" if process == SUPERVISOR else process
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname)s %(message)s"))
+        handler.setFormatter(_TextFormatter(f"%(asctime)s {name} %(levelname)s %(message)s"))
     logging.basicConfig(level=settings.log_level.value.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = lambda failure: _log_uncaught(
-        failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback
-    )
+    threading.excepthook = _log_ended_thread
 
 
 def complain(faults: Iterable[str]) -> None:
@@ -57,3 +60,10 @@ def complain(faults: Iterable[str]) -> None:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     logging.getLogger(__name__).critical("the process ends by an error of its own", exc_info=(kind, error, traceback))
+
+
+def _log_ended_thread(failure: threading.ExceptHookArgs) -> None:
+    name = failure.thread.name if failure.thread is not None else "unknown"
+    error = failure.exc_value or failure.exc_type()
+    about = (failure.exc_type, error, failure.exc_traceback)
+    logging.getLogger(__name__).critical("the thread %s has ended by an error of its own", name, exc_info=about)

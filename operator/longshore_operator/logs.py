@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 from longshore_operator.settings import Settings, variable
-from longshore_wire.log_lines import LogFormat, json_line, plain_line
+from longshore_wire.log_lines import LogFormat, json_line, one_line, plain_line
 from longshore_wire.names import KIND
 
 _PROCESS = "operator"
@@ -26,16 +27,22 @@ class _JsonFormatter(logging.Formatter):
         return json_line(_of_kopf(record) | vars(record), _PROCESS, record.getMessage(), exception)
 
 
+class _TextFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        return one_line(super().formatMessage(record))
+
+
 def begin(settings: Settings) -> None:
     """Begin the log; errors that nothing handles and warnings go to it, too."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = settings.log_format == LogFormat.JSON.value
     handler.setFormatter(
-        _JsonFormatter() if is_json else logging.Formatter(f"%(asctime)s {_PROCESS} %(levelname)s %(message)s")
+        _JsonFormatter() if is_json else _TextFormatter(f"%(asctime)s {_PROCESS} %(levelname)s %(message)s")
     )
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
+    threading.excepthook = _log_ended_thread
     # At INFO kopf logs every event.
     logging.getLogger("kopf").setLevel(logging.WARNING)
 
@@ -56,3 +63,10 @@ def _of_kopf(record: logging.LogRecord) -> dict[str, Any]:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     logging.getLogger(__name__).critical("the process ends by an error of its own", exc_info=(kind, error, traceback))
+
+
+def _log_ended_thread(failure: threading.ExceptHookArgs) -> None:
+    name = failure.thread.name if failure.thread is not None else "unknown"
+    error = failure.exc_value or failure.exc_type()
+    about = (failure.exc_type, error, failure.exc_traceback)
+    logging.getLogger(__name__).critical("the thread %s has ended by an error of its own", name, exc_info=about)

@@ -139,3 +139,14 @@ def test_a_traceback_is_a_field_and_text_that_is_no_unicode_or_has_ends_of_lines
     assert line["message"] == "bad \udcff\n1"
     assert line["exception"].startswith("Traceback")
     assert "deployment" not in line
+
+
+def test_text_of_a_peer_ends_no_line_and_commands_no_terminal() -> None:
+    code = (
+        "import logging; from longshore_agent import logs; from longshore_agent.settings import Settings; "
+        "logs.begin(Settings(), 'd/0/0'); "
+        "logging.getLogger('x').warning('room 1 failed: %s', 'no\\n2026-01-01 agent ERROR forged \\x1b[2J \\udcff')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("d/0/0 WARNING room 1 failed: no\\n2026-01-01 agent ERROR forged \\x1b[2J \\udcff")

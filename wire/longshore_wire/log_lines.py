@@ -52,6 +52,16 @@ def json_line(record: Mapping[str, Any], process: str, message: str, exception: 
     return json.dumps(line)
 
 
+def one_line(text: str) -> str:
+    """Return a text of the other form on one line: characters that are not printable, such as ends of lines, are escaped.
+
+    Texts come from peers and engines, which could write lines in the name of others, or commands to a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def plain_line(created_s: float, logger: str, process: str, message: str) -> str:
     """Return the line of an error that ends a program before its log has begun. `created_s`: seconds since 1970."""
     return json_line({"created": created_s, "levelname": "ERROR", "name": logger}, process, message)
