@@ -16,9 +16,11 @@ import pytest
 from agent_fleet import World
 from agent_world import DEPLOYMENT, Agent, Engine, Request, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.util.re import parse_env_headers
 
 from longshore_agent.control.node_link import NodeLink, RoomReported
 from longshore_agent.settings import Settings
+from longshore_agent.status import otel
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.room_report import STEPS_PER_MESSAGE, PairReport, RoomReport, StepReport
 from longshore_agent.status.spans import SpanRecorder
@@ -225,19 +227,38 @@ def test_without_a_collector_rooms_move_and_their_spans_are_counted_as_dropped(p
     assert lone.stop() == 0
 
 
-def test_a_header_that_the_library_would_log_is_refused_without_its_value(tmp_path: Path) -> None:
-    settings = {"LONGSHORE_OTEL": "true", "LONGSHORE_RUN_DIRECTORY": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"HEADERS": "authorization=s3cret%0a"}, "HEADERS has a character that no header may have"),
+        ({"HEADERS": "tenant=a,Authorization: Bearer s3cret"}, "HEADERS: entry 2 is no header"),
+        ({"TRACES_HEADERS": "authorization=s3cret;a"}, "TRACES_HEADERS: entry 1 is no header"),
+        ({"ENDPOINT": "s3cret@collector:4318"}, "ENDPOINT does not begin with http://"),
+    ],
+)
+def test_a_variable_that_the_library_would_log_or_cannot_use_is_refused_without_its_value(
+    tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    settings = {"LONGSHORE_OTEL": "true", "LONGSHORE_RUN_DIRECTORY": str(tmp_path), "LONGSHORE_DRAIN_S": "0"}
+    settings |= {f"OTEL_EXPORTER_OTLP_{name}": value for name, value in variables.items()}
     ended = subprocess.run(
         [sys.executable, "-m", "longshore_agent.main"],
-        env={**settings, "PYTHONPATH": ":".join(sys.path), "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret%0a"},
+        env={**settings, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert ended.returncode == 2
-    assert "OTEL_EXPORTER_OTLP_HEADERS has a character that no header may have" in ended.stderr
+    assert f"OTEL_EXPORTER_OTLP_{said}" in ended.stderr
     assert "s3cret" not in ended.stderr
+
+
+@pytest.mark.parametrize("value", ["", "a=b", " a = b%20c , d=Bearer e=f/g ,", "x-key=1,"])
+def test_headers_that_the_library_reads_are_taken(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    otel.check({"OTEL_EXPORTER_OTLP_HEADERS": value, "OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector"})
+    parse_env_headers(value, liberal=True)
+    assert not caplog.records
 
 
 PAIR = PairKey(RoomKey("p", 7, 0), 1, 0, 11, 12, "d")
@@ -329,3 +350,36 @@ def test_reports_above_the_queues_limit_are_dropped_and_counted(monkeypatch: pyt
     dropped = [series.value for series in metrics.snapshot().series if series.name == "longshore_dropped_spans_total"]
     assert dropped == [12]
     off.close()
+
+
+def test_spans_are_counted_as_dropped_if_the_library_refuses_its_variables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER", "nobody")
+    metrics = Metrics()
+    refused = telemetry.Telemetry(Settings(otel=True), metrics, "1")
+    for _ in range(3):
+        refused.take(RoomReported(report().to_bytes(), 1))
+    refused.close()
+    assert metrics.snapshot().value("longshore_dropped_spans_total") == 3
+    assert "OpenTelemetry cannot begin" in caplog.text
+
+
+def test_a_batch_that_cannot_be_sent_does_not_end_the_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def send(_: object, reports: list[RoomReport]) -> bool:
+        if not sent:
+            sent.append(0)
+            raise ValueError("no span can be made of it")
+        sent.append(len(reports))
+        return True
+
+    monkeypatch.setattr(otel.SpanSender, "send", send)
+    metrics = Metrics()
+    sending = telemetry.Telemetry(Settings(otel=True), metrics, "1")
+    sending.take(RoomReported(report().to_bytes(), 1))
+    wait_for(lambda: metrics.snapshot().value("longshore_dropped_spans_total") == 1, what="the dropped batch")
+    sending.take(RoomReported(report().to_bytes(), 1))
+    sending.close()
+    assert metrics.snapshot().value("longshore_sent_spans_total") == 1

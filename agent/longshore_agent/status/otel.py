@@ -7,6 +7,7 @@ standard variables: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_HEADERS, OTE
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -21,20 +22,34 @@ _EXPORTER = ("opentelemetry", "exporter", "otlp", "proto", "http")
 _SERVICE = "longshore-agent"
 # They may hold a token.
 _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+# An entry as the library reads it; it writes any other entry to the log.
+_HEADER = re.compile(r"[!#-'*+\-.0-9A-Z^-z|~]+[ \t]*=[ \t!#-+\--:<-\[\]-~]*")
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 # Names of the halves, as users know them.
 _SPANS = {"source": "room prefill", "target": "room decode"}
 _FAILED = OUTCOMES[1]
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the library is not installed, or would log a header's value because it is malformed."""
+    """Raise ConfigError if the library is not installed, would log a malformed header, or cannot use the endpoint.
+
+    No message has a value, since headers and addresses may hold a token.
+    """
     for count in range(1, len(_EXPORTER) + 1):
         # A parent that is not there must not be imported.
         if find_spec(".".join(_EXPORTER[:count])) is None:
             raise ConfigError(["OpenTelemetry is not installed: install longshore[agent,otel]"])
     for name in _HEADERS:
-        if not unquote(environment.get(name, "")).isprintable():
+        value = environment.get(name, "")
+        if not unquote(value).isprintable():
             raise ConfigError([f"{name} has a character that no header may have, such as an end of a line: remove it"])
+        for number, entry in enumerate(value.split(","), 1):
+            if entry.strip() and not _HEADER.fullmatch(entry.strip()):
+                form = "give name=value, separated by commas, and encode other characters than those of URLs by %"
+                raise ConfigError([f"{name}: entry {number} is no header: {form}"])
+    for name in _ENDPOINTS:
+        if not environment.get(name, "http://").strip().lower().startswith(("http://", "https://")):
+            raise ConfigError([f"{name} does not begin with http:// or https://: give the whole address"])
 
 
 def trace_id(deployment: str, report: RoomReport) -> int:

@@ -74,12 +74,15 @@ class Telemetry:
             "host.name": settings.node,
             "longshore.deployment": settings.deployment,
         }
-        sender = self._sender = SpanSender(settings.deployment, about)
-        is_open, was_taken = True, True
+        try:
+            self._sender = SpanSender(settings.deployment, about)
+        except Exception as error:  # noqa: BLE001 - the library reads its variables, and raises what it likes
+            _log.error("OpenTelemetry cannot begin, and rooms are dropped: see its variables: %s", error)
+        is_open, was_taken = True, self._sender is not None
         while is_open:
             batch, is_open = self._batch()
             count = sum(report.span_count for report in batch)
-            is_taken = sender.send(batch) if batch else was_taken
+            is_taken = self._send(batch) if batch else was_taken
             self._metrics.add("longshore_sent_spans_total" if is_taken else "longshore_dropped_spans_total", count)
             if is_taken != was_taken:
                 text = (
@@ -89,6 +92,16 @@ class Telemetry:
                 )
                 _log.log(logging.INFO if is_taken else logging.WARNING, "the collector of OpenTelemetry %s", text)
             was_taken = is_taken
+
+    def _send(self, batch: list[RoomReport]) -> bool:
+        if self._sender is None:
+            return False
+        try:
+            return self._sender.send(batch)
+        except Exception:  # noqa: BLE001 - as above
+            # Without this thread, all later rooms would be lost, too.
+            _log.exception("rooms cannot be sent to OpenTelemetry")
+            return False
 
     def _batch(self) -> tuple[list[RoomReport], bool]:
         """Wait for a report; return it with those that wait behind it, and whether more will come."""
