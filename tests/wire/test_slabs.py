@@ -9,7 +9,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair
-from longshore_wire.slabs import SlabGrid, even_tokens
+from longshore_wire.slabs import SlabGrid, even_tokens, slab_limit_bytes, staging_of_tests
 from longshore_wire.states import TargetEvent, TargetSlab
 
 
@@ -61,3 +61,12 @@ def test_slabs_are_whole_pages_within_the_limit_and_no_more_than_pages_demand(
     # No more slabs than the largest whole pages would make, or the minimum allows.
     most = max(-(-count // (tokens_max // page * page)), count // tokens_min)
     assert SlabGrid(0, count, tokens).count <= most
+
+
+@given(unit=st.integers(1, 1 << 30), writers=st.integers(1, 8))
+def test_the_staging_of_tests_holds_two_units_of_each_writer_and_no_more_than_the_deployment_has(
+    unit: int, writers: int
+) -> None:
+    lane, ring = staging_of_tests(1 << 40, 1 << 40, unit)
+    assert slab_limit_bytes(lane, ring, writers) >= -(-unit // writers)
+    assert staging_of_tests(1 << 10, 1 << 12, unit) == (1 << 10, 1 << 12)

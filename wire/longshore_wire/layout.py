@@ -168,7 +168,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers and heads of this rank; for opaque pages its share of the page, rounded up."""
-        return -(-len(self.layers) * len(self.heads) * self.unit_bytes // self.unit_tokens)
+        return -(-self.rank_unit_bytes // self.unit_tokens)
+
+    @property
+    def rank_unit_bytes(self) -> int:
+        """Bytes of one unit in all layers and heads of this rank."""
+        return len(self.layers) * len(self.heads) * self.unit_bytes
 
     @property
     def rank(self) -> int:

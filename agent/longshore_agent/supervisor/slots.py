@@ -21,8 +21,8 @@ from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
-from longshore_wire.names import ENVIRONMENT_PREFIX, TEST_INSTANCE_PREFIX, TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
-from longshore_wire.slabs import small_slab_bytes
+from longshore_wire.names import ENVIRONMENT_PREFIX, TEST_INSTANCE_PREFIX
+from longshore_wire.slabs import small_slab_bytes, staging_of_tests
 
 # A worker that does not end within this time is killed.
 KILL_AFTER_S = 5.0
@@ -134,7 +134,7 @@ def start(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if key.instance.startswith(TEST_INSTANCE_PREFIX):
-        settings = _for_tests(settings)
+        settings = _for_tests(settings, hello.layout.rank_unit_bytes)
     config = WorkerConfig(
         name=key.path,
         instance=key.instance,
@@ -166,10 +166,9 @@ def start(
     return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)
 
 
-def _for_tests(settings: Settings) -> Settings:
+def _for_tests(settings: Settings, rank_unit_bytes: int) -> Settings:
     """Return the settings of a worker of a test instance, whose staging takes little of the pod's memory."""
-    lane_bytes = min(settings.lane_bytes, TEST_LANE_BYTES_MAX)
-    ring_bytes = min(settings.ring_bytes, TEST_RING_BYTES_MAX)
+    lane_bytes, ring_bytes = staging_of_tests(settings.lane_bytes, settings.ring_bytes, rank_unit_bytes)
     least = small_slab_bytes(settings.slab_bytes_min, lane_bytes, ring_bytes)
     return dataclasses.replace(settings, lane_bytes=lane_bytes, ring_bytes=ring_bytes, slab_bytes_min=least)
 

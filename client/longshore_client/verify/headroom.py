@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
+from longshore_wire.slabs import staging_of_tests
 from longshore_wire.verify_messages import Start
 
 _MIB = 1 << 20
@@ -50,11 +50,12 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int) -> int:
     if ask.prefill:
         staging = config.prefill.staging
         layout = config.prefill.layout(config.model)
-        lanes_bytes = staging.lanes * min(staging.buffer_size, TEST_LANE_BYTES_MAX)
+        lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes)
+        lanes_bytes = staging.lanes * lane_bytes
         total += layout.rank_count * (_WORKER_BYTES + lanes_bytes + 2 * tokens * layout.token_bytes)
     if ask.decode:
         layout = config.decode.layout(config.model)
-        ring_bytes = min(config.decode.staging.pool_size, TEST_RING_BYTES_MAX)
+        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes)
         pages_bytes = (ask.room_count + 1) * tokens * layout.token_bytes
         total += layout.rank_count * (_WORKER_BYTES + ring_bytes + pages_bytes)
     return total

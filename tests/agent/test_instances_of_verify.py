@@ -1,0 +1,39 @@
+"""Tests what a real agent gives the instances of `longshore verify`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from agent_fleet import World
+from agent_world import EVENT_LIMIT_S
+
+from longshore_client import Half, ModelShape, PageOrder, Parallel
+from longshore_client.verify.instance import Instance
+from longshore_wire.layout import KVLayout
+from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_LANE_BYTES_MAX
+
+
+def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_path: Path) -> None:
+    layout = KVLayout(ModelShape(16, 8, 128, 2), Parallel(), 128, PageOrder.OPAQUE)
+    assert layout.rank_unit_bytes > TEST_LANE_BYTES_MAX
+    instances: list[Instance] = []
+    world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
+    try:
+        agent = world.agent("opaque", LONGSHORE_LANE_BYTES="64Mi", LONGSHORE_RING_BYTES="512Mi")
+        socket, tokens = str(agent.socket), 3 * layout.page_size
+        for half in (Half.SOURCE, Half.TARGET):
+            name = f"{TEST_INSTANCE_PREFIX}{half.name}"
+            instances.append(Instance(socket, name, layout, half, tokens, 1, EVENT_LIMIT_S))
+        source, target = instances
+        end_s = time.monotonic() + EVENT_LIMIT_S
+        source.offer([1], tokens, end_s)
+        (found,), _ = target.claim(source.endpoint(EVENT_LIMIT_S), [1], tokens, 1, end_s, compare_each=True)
+        assert (found.reason, found.text) == ("", "")
+        assert found.bytes_moved == 3 * layout.rank_unit_bytes
+        ring = next(worker["ring"] for worker in agent.status()["workers"] if worker["ring"])
+        assert ring["capacity_bytes"] < 128 << 20
+    finally:
+        for rank in (rank for each in instances for rank in each._ranks):
+            rank.client.close()
+        world.close()
