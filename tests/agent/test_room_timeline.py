@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -146,7 +147,10 @@ def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has()
     found = spans.of_room(7, limit=100)
     assert [span.stage for span in found] == ["Offer", "send Accepted", "prepare pages", "send Demand", "send DONE"]
     assert {span.woken_ns for span in found} == {9}
-    assert [span.end_ns for span in found[:-1]] == [span.start_ns for span in found[1:]]
+    gaps = [after.start_ns - before.end_ns for before, after in itertools.pairwise(found)]
+    # What the thread does between an answer and the preparation is of no room.
+    assert gaps.pop(1) >= 0
+    assert gaps == [0, 0, 0]
     assert [(span.source_rank, span.target_rank) for span in found] == [*[(-1, -1)] * 3, (1, 0), (-1, -1)]
 
 
