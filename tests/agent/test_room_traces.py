@@ -24,11 +24,13 @@ from longshore_agent.status import otel
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.room_report import STEPS_PER_MESSAGE, PairReport, RoomReport, StepReport
 from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.status.steps import StepLog
 from longshore_agent.supervisor import telemetry
 from longshore_agent.worker import reporting
 from longshore_agent.worker.reporting import RoomReporter
 from longshore_client import Half
 from longshore_wire.effects import PairEnd, PeerId, RoomEnded
+from longshore_wire.engine_messages import EngineStep, EngineSteps
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.plan import Way
@@ -285,6 +287,13 @@ def test_new_spans_are_read_once_and_those_that_were_overwritten_are_counted() -
     add(7, 8, 9, 10, 11, 12)
     assert read(7) == ([9, 10, 11, 12], 13, 2)
     assert read(13) == ([], 13, 0)
+
+
+def test_a_step_of_an_engine_that_ends_in_the_future_is_dropped() -> None:
+    spans = SpanRecorder(8)
+    steps = (EngineStep("forged", 1, 2**64 - 1), EngineStep("send", 1, 2))
+    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, steps))
+    assert [span.stage for span in spans.of_room(7, limit=8)] == ["send"]
 
 
 def ended(room: int) -> RoomEnded:

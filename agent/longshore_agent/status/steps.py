@@ -102,8 +102,14 @@ class StepLog:
     def of_engine(self, message: EngineSteps) -> None:
         """Record the steps of the engine's client, if the agent asks for them. Impossible ones are dropped."""
         key = self._shared(RoomKey(message.instance, message.room, message.pool)) if self._of_engines else None
+        now_ns = time.monotonic_ns()
         for step in message.steps:
-            if key is not None and 0 <= step.start_ns <= step.end_ns and len(step.name) <= _NAME_CHARACTERS_MAX:
+            # OpenTelemetry drops all spans of a request if one of them has a time that needs more than 64 bits.
+            if (
+                key is not None
+                and 0 <= step.start_ns <= step.end_ns <= now_ns
+                and len(step.name) <= _NAME_CHARACTERS_MAX
+            ):
                 kind = Kind.WAIT if step.waits else Kind.CALL
                 self._spans.record(step.name, key, -1, _NO_LANE, step.start_ns, step.end_ns, kind)
         self.begin()
