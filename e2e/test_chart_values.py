@@ -358,3 +358,10 @@ def test_injection_takes_the_newest_version_and_is_refused_where_the_api_server_
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode != 0
     assert "inject.enabled: this API server serves no MutatingAdmissionPolicy" in done.stderr
+
+
+def test_a_deployment_and_a_namespace_whose_names_are_words_of_yaml_are_verified() -> None:
+    objects = rendered("--set-string=test.verify.deployment=true", "--set-string=test.verify.namespace=123")
+    job = objects["Job", f"{OPERATOR}-verify"]["spec"]["template"]["spec"]["containers"][0]
+    assert job["command"] == ["longshore", "verify", "true", "--namespace=123"]
+    assert verified_in(objects) == ["123", "123", "default", "default"]
