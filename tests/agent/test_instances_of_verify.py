@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 from agent_fleet import World
-from agent_world import EVENT_LIMIT_S
+from agent_world import EVENT_LIMIT_S, Agent, wait_for
 
+from longshore_agent.supervisor.lives import FILE_NAME
 from longshore_client import Half, ModelShape, PageOrder, Parallel
 from longshore_client.verify.instance import Instance
 from longshore_wire.layout import KVLayout
@@ -21,7 +23,7 @@ def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_
     world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
     try:
         agent = world.agent("opaque", LONGSHORE_LANE_BYTES="64Mi", LONGSHORE_RING_BYTES="512Mi")
-        socket, tokens = str(agent.socket), 3 * layout.page_size
+        socket, tokens = agent.socket, 3 * layout.page_size
         for half in (Half.SOURCE, Half.TARGET):
             name = f"{TEST_INSTANCE_PREFIX}{half.name}"
             instances.append(Instance(socket, name, layout, half, tokens, 1, EVENT_LIMIT_S))
@@ -37,3 +39,24 @@ def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_
         for rank in (rank for each in instances for rank in each._ranks):
             rank.client.close()
         world.close()
+
+
+def test_an_agent_keeps_no_port_of_a_test_instance_that_has_left(tmp_path: Path) -> None:
+    layout = KVLayout(ModelShape(1, 1, 8, 2), Parallel(), 8)
+    world = World(tmp_path)
+    try:
+        agent = world.agent("ports")
+        # It keeps those of engines.
+        world.engine(agent, "real").result()
+        name = f"{TEST_INSTANCE_PREFIX}1"
+        tested = Instance(agent.socket, name, layout, Half.SOURCE, layout.page_size, 1, EVENT_LIMIT_S)
+        assert name in kept(agent)
+        tested._ranks[0].client.close()
+        wait_for(lambda: kept(agent) == {"real"}, what="the port of the engine alone")
+    finally:
+        world.close()
+
+
+def kept(agent: Agent) -> set[str]:
+    """Return the instances whose ports the agent keeps for its next life."""
+    return {port[0] for port in json.loads((agent.directory / FILE_NAME).read_bytes())["ports"]}

@@ -273,6 +273,9 @@ class Supervisor:
             del self._slots[slot.key]
             if not self._siblings(slot.key):
                 self._failed_rooms.forget(slot.key.replica)
+            if slots.is_test(slot.key) and slot.state is WorkerState.DRAINING and not slot.error:
+                # Each run has new names, and the ports of engines that may return are limited.
+                self._lives.forget_port(slot.key)
         if slot.error and slot.state is WorkerState.DRAINING:
             self._restarts.replaced(slot.key)
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:

@@ -133,7 +133,7 @@ def start(
         OSError: descriptors, processes or memory have run out.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if key.instance.startswith(TEST_INSTANCE_PREFIX):
+    if is_test(key):
         settings = _for_tests(settings, hello.layout.rank_unit_bytes)
     config = WorkerConfig(
         name=key.path,
@@ -164,6 +164,11 @@ def start(
     finally:
         theirs.close()
     return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)
+
+
+def is_test(key: PeerId) -> bool:
+    """Return whether this is a rank of an instance of `longshore verify`."""
+    return key.instance.startswith(TEST_INSTANCE_PREFIX)
 
 
 def _for_tests(settings: Settings, rank_unit_bytes: int) -> Settings:
