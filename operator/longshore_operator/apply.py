@@ -17,11 +17,11 @@ from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal, Warned
-from longshore_operator.reasons import Truth, reason
 from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
 from longshore_wire import names as wire_names
+from longshore_wire.condition_reasons import Truth, reason
 
 Body = dict[str, Any]
 _log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from longshore_operator import metrics, reasons, settings
+from longshore_operator import metrics, settings
+from longshore_wire import condition_reasons
 from longshore_wire.definition import ANNOTATION, digest
 
 CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
@@ -43,7 +44,7 @@ def pages(definition: str) -> dict[Path, str]:
         folder / "conditions.md": _page(
             "Conditions and their reasons",
             "`kubectl describe` shows these conditions of a DisaggDeployment. Every reason that the operator gives is here.",
-            reasons.reference(),
+            condition_reasons.reference(),
         ),
         folder / "operator.md": _page(
             "The operator's settings and metrics",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longshore_cli.check.lines import Line, State, error, ok, warning
+from longshore_wire.condition_reasons import remedy
 
 _PAGE = "docs/reference/conditions.md"
 # The conditions that are not True while all is well.
@@ -54,4 +55,5 @@ def _line(section: str, condition: Body) -> Line:
     if state is State.OK:
         return ok(section, kind, text)
     make = error if state is State.ERROR else warning
-    return make(section, kind, text, f"as the page says of the reason {reason}", f"{_PAGE}#{kind.lower()}")
+    way_out = remedy(kind, reason) or f"as the page says of the reason {reason}"
+    return make(section, kind, text, way_out, f"{_PAGE}#{kind.lower()}")

@@ -14,10 +14,10 @@ from longshore_operator.decide.placement import Placed, place
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
-from longshore_operator.reasons import ConditionType, Truth, is_known
 from longshore_operator.render.children import render
 from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
 from longshore_operator.world import ChildKey
+from longshore_wire.condition_reasons import ConditionType, Truth, is_known
 from longshore_wire.manifest import DisaggDeployment
 
 Body = dict[str, Any]

@@ -12,9 +12,9 @@ from longshore_operator.decide.drift import differs
 from longshore_operator.decide.placement import Placed
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent, Observed
-from longshore_operator.reasons import ConditionType
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey
+from longshore_wire.condition_reasons import ConditionType
 from longshore_wire.manifest import UpdateType
 
 Body = dict[str, Any]

@@ -1,6 +1,7 @@
-"""The table of conditions and reasons: the meaning and remedy of each.
+"""The table of a deployment's conditions and their reasons: the meaning and remedy of each.
 
-`decide` uses no other reasons. The reference page is generated from this table.
+The operator gives no other reasons, `longshore check` prints the remedies, and the reference page is generated from this
+table.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ _SILENT = "An agent that was ready has not responded for 30 s. This condition ca
 _SEE_NETWORK = (
     "Check the agents on the nodes that the message names, and NetworkPolicies and routes to their HTTP port."
 )
+_START_ENGINES = "Start the engines. Until then `longshore verify` moves test bytes between the agents."
+_SEND = "Send a request through both engines: they connect with the first one."
 
 TABLE = (
     Reason(_C.READY, "Ready", _T, "Compatible and AgentsReady are True."),
@@ -178,7 +181,7 @@ TABLE = (
         "An instance has registered only some of its ranks.",
         "Wait for it, or check the logs of the missing ranks.",
     ),
-    Reason(_C.ENGINES_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(_C.ENGINES_CONNECTED, "NoEngines", _U, "No engine has registered yet.", _START_ENGINES),
     Reason(_C.ENGINES_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
     Reason(_C.PEERS_CONNECTED, "PeersConnected", _T, "Every peer that a worker knows is attached."),
     Reason(_C.PEERS_CONNECTED, "PeersConnecting", _F, "Workers are attaching to each other."),
@@ -190,9 +193,13 @@ TABLE = (
         "The message names the worker and the peer; `/v1/status` of the agent has the peer's error.",
     ),
     Reason(
-        _C.PEERS_CONNECTED, "NoPeers", _U, "Engines have registered, but no worker has a peer yet: nothing was sent."
+        _C.PEERS_CONNECTED,
+        "NoPeers",
+        _U,
+        "Engines have registered, but no worker has a peer yet: nothing was sent.",
+        _SEND,
     ),
-    Reason(_C.PEERS_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(_C.PEERS_CONNECTED, "NoEngines", _U, "No engine has registered yet.", _START_ENGINES),
     Reason(_C.PEERS_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
     Reason(
         _C.TRANSPORT_VERIFIED,
@@ -207,9 +214,15 @@ TABLE = (
         "The wire of peers is not in transfer.wires: their rooms fail before any byte is sent.",
         "Make an allowed wire reachable for both agents (its NIC or GPUs), or allow the wire in the message.",
     ),
-    Reason(_C.TRANSPORT_VERIFIED, "WireUnknown", _U, "A peer is attached, but the wire of its bytes is not known yet."),
-    Reason(_C.TRANSPORT_VERIFIED, "NoPeers", _U, "No peer is attached yet."),
-    Reason(_C.TRANSPORT_VERIFIED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(
+        _C.TRANSPORT_VERIFIED,
+        "WireUnknown",
+        _U,
+        "A peer is attached, but the wire of its bytes is not known yet.",
+        "Wait some seconds. If it stays, `longshore status` shows the error of the peer.",
+    ),
+    Reason(_C.TRANSPORT_VERIFIED, "NoPeers", _U, "No peer is attached yet.", _SEND),
+    Reason(_C.TRANSPORT_VERIFIED, "NoEngines", _U, "No engine has registered yet.", _START_ENGINES),
     Reason(_C.TRANSPORT_VERIFIED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
     Reason(
         _C.NODES_SHARED,
@@ -240,6 +253,12 @@ def reason(condition: ConditionType, name: str) -> Reason:
     """Return the row of a reason. Asserts that the table has it."""
     assert (condition, name) in _BY_NAME, (condition, name)
     return _BY_NAME[condition, name]
+
+
+def remedy(condition: str, name: str) -> str:
+    """Return what to do about a reason, by the words of a status; empty: nothing, or the table does not have it."""
+    row = next((row for row in TABLE if (row.condition.value, row.name) == (condition, name)), None)
+    return row.remedy if row else ""
 
 
 def is_known(condition: ConditionType, name: str) -> bool:
