@@ -17,7 +17,7 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import probe
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_agent.transports.nixl import NixlTransport
-from longshore_agent.transports.nixl_library import MAGIC, Envelope, inbox_name, unpack
+from longshore_agent.transports.nixl_library import MAGIC, Envelope, check_reach, inbox_name, unpack, unreachable
 from longshore_agent.transports.state import Metadata, seal, unseal
 
 # More than the sockets between two processes can hold, so that a write to a stopped peer stays open.
@@ -119,6 +119,15 @@ def test_metadata_of_a_peer_that_does_not_tell_its_gpu_is_read_and_so_is_that_of
     assert unpack(seal(MAGIC, told)) == told
     assert unpack(seal(MAGIC, untold)) == msgspec.structs.replace(told, device="")
     assert unseal(MAGIC, seal(MAGIC, told), Before) == untold
+
+
+def test_a_list_of_wires_that_leaves_none_between_two_hosts_is_named() -> None:
+    far = Envelope("a", "life", "another kernel", b"", alone=True)
+    with pytest.raises(TransportError, match=r"transfer\.wires .* must list TCP, or RDMA with an RDMA device"):
+        check_reach(far, alone=True)
+    # Two pods of one kernel, as on a cluster of containers, may share no memory either.
+    assert "transfer.wires (LONGSHORE_WIRES)" in unreachable(alone=True)
+    assert unreachable(alone=False) == "which may have ended"
 
 
 def test_metadata_that_carries_the_name_of_another_agent_never_reaches_nixl() -> None:

@@ -37,7 +37,7 @@ from longshore_agent.transports.base import (
     WriteState,
 )
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox_name, outbox_name, unpack
+from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox_name, outbox_name, unpack, unreachable
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import Arrivals, PreparedList, TransportBase, WriteBase, check_notice
@@ -194,7 +194,7 @@ class NixlTransport(TransportBase[NixlPeer]):
             same_life = known is not None and known.life == fresh.life
             if known is not None and same_life and known.blob == fresh.blob:
                 return fresh.name
-            with self._ours(f"NIXL cannot reach peer {fresh.name!r}, which may have ended"):
+            with self._ours(f"NIXL cannot reach peer {fresh.name!r}, {unreachable(alone=self._alone)}"):
                 self._outbox.add_remote_agent(fresh.blob)
             if known is not None and same_life:
                 known.blob = fresh.blob

@@ -162,12 +162,22 @@ def check_reach(peer: Envelope, *, alone: bool) -> None:
         )
     elif alone and peer.kernel != host_identity():
         fault = (
-            f"peer {peer.name!r} is on another host, and transfer.wires (LONGSHORE_WIRES) allows wires inside one alone: add TCP "
-            "or RDMA to the list"
+            f"peer {peer.name!r} is on another host, and this worker has only wires inside one: transfer.wires "
+            "(LONGSHORE_WIRES) must list TCP, or RDMA with an RDMA device in the agent's pod"
         )
     else:
         return
     raise TransportError(fault, reason=Reason.WIRE_NOT_ALLOWED)
+
+
+def unreachable(*, alone: bool) -> str:
+    """Return why NIXL may not reach a peer on this host; see `Envelope` for `alone`."""
+    if not alone:
+        return "which may have ended"
+    return (
+        "which may have ended, or shares no memory with this worker: transfer.wires (LONGSHORE_WIRES) leaves only wires "
+        "inside one host, because it lists neither TCP, nor RDMA with an RDMA device in the agent's pod"
+    )
 
 
 class Started(NamedTuple):
