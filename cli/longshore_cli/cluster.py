@@ -147,7 +147,13 @@ class Cluster:
 
     def deployments(self, namespace: str | None = None) -> list[Body]:
         """Return the DisaggDeployments of a namespace, of all for an empty one (that of the arguments)."""
-        return self.listed(_within(DEPLOYMENTS, self.namespace if namespace is None else namespace, names.PLURAL))
+        where = self.namespace if namespace is None else namespace
+        try:
+            return self.listed(_within(DEPLOYMENTS, where, names.PLURAL))
+        except MissingError as error:
+            # Also of a namespace that is not there the API server lists nothing, and does not say 404.
+            text = f"the cluster has no CRD of {names.KIND}: install the chart, or see `longshore check`"
+            raise MissingError(text) from error
 
     def deployment(self, name: str) -> Body:
         """Return one DisaggDeployment. Raises MissingError that names those there are."""
@@ -177,7 +183,7 @@ class Cluster:
         pod = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}:{agent.port}/proxy"
 
         def fetch(path: str) -> Page:
-            status, body = self._send("GET", f"{pod}{path}", None)
+            status, body = self._send("GET", f"{pod}{path}", None, f"the agent in pod {agent.namespace}/{agent.name}")
             # A Status is of the API server, not of the agent.
             if said := _message(body):
                 if status == _FORBIDDEN:
@@ -237,10 +243,10 @@ class Cluster:
             raise MissingError(f"{what}: {said}")
         raise ClusterError(f"{what}: the API server answered {status}: {said}")
 
-    def _send(self, verb: str, path: str, body: Body | None) -> tuple[int, bytes]:
+    def _send(self, verb: str, path: str, body: Body | None, asked: str = "") -> tuple[int, bytes]:
         headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": names.PRODUCT}
         headers |= self._credentials()
-        with self._foreign_errors():
+        with self._foreign_errors(asked or f"the API server {self.host}"):
             answer = self._client.rest_client.pool_manager.request(
                 verb,
                 f"{self.host}{path}",
@@ -252,11 +258,13 @@ class Cluster:
             return answer.status, answer.data
 
     @contextmanager
-    def _foreign_errors(self) -> Iterator[None]:
+    def _foreign_errors(self, asked: str) -> Iterator[None]:
         import urllib3
 
         try:
             yield
+        except urllib3.exceptions.ReadTimeoutError as error:
+            raise ClusterError(f"{asked} does not answer within {HTTP_TIMEOUT_S:g} s") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ClusterError(f"the API server {self.host} cannot be reached: {error}") from error
 

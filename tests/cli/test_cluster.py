@@ -1,0 +1,68 @@
+"""Tests what `cluster` says of an API server without the CRD, and of an agent that does not answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import check_scene as scene
+import pytest
+
+from longshore_cli import cluster
+from longshore_cli.cluster import Cluster, ClusterError, MissingError
+
+
+class _WithoutDefinition(BaseHTTPRequestHandler):
+    """Answers as an API server does for a kind that it does not know."""
+
+    def do_GET(self) -> None:
+        body = b"404 page not found\n"
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def _connected(folder: Path, port: int) -> Iterator[Cluster]:
+    path = folder / "kubeconfig"
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path.write_text(json.dumps(config))
+    with Cluster.connect(argparse.Namespace(kubeconfig=str(path), context=None, namespace=None)) as found:
+        yield found
+
+
+def test_a_cluster_without_the_definition_is_said(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WithoutDefinition) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with _connected(tmp_path, server.server_port) as found:
+                for ask in (found.deployments, lambda: found.deployment("llama")):
+                    with pytest.raises(MissingError, match="no CRD of DisaggDeployment: install the chart"):
+                        ask()
+        finally:
+            server.shutdown()
+
+
+def test_an_agent_that_does_not_answer_is_named_and_not_the_api_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "HTTP_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, _connected(tmp_path, silent.getsockname()[1]) as found:
+        with pytest.raises(ClusterError, match=r"the agent in pod team.llama-agent-n-0 does not answer within"):
+            found.pages(scene.pod("n-0")).page("/v1/status")
+        with pytest.raises(ClusterError, match=r"^the API server http:.* does not answer"):
+            found.deployments()
