@@ -94,11 +94,23 @@ def stopped(available: int) -> Body:
             "0 of 1 replicas available: Deployment does not have",
         ),
         ([scene.operator(body=stopped(1))], "available", "warning", "1 of 1 replicas"),
+        ([scene.operator(body=stopped(0) | {"spec": {"replicas": 0}})], "available", "error", "scaled to 0 replicas"),
     ],
 )
 def test_the_operator(found: Any, check: str, state: str, about: str) -> None:
     line = only(lines(operators=found), check)
     assert (line.state.value, about in line.message) == (state, True), line
+
+
+def test_an_operator_without_replicas_has_one_error() -> None:
+    found = lines(
+        operators=[scene.operator(body=stopped(0) | {"spec": {"replicas": 0}})],
+        leases={PLACE: Lease(None, renewed=False)},
+    )
+    wrong = [line for line in found if line.state is State.ERROR]
+    assert [line.way_out for line in wrong] == [
+        "kubectl -n longshore-system scale deployment longshore-operator --replicas=1"
+    ]
 
 
 def test_an_operator_of_another_release_is_a_warning() -> None:
@@ -205,6 +217,13 @@ UNPLACED = {
         ([pod("n-0"), pod("n-1")], "images", "ok", "2 of 2 pods"),
         ([pod("n-0"), waiting("ErrImagePull", "not found")], "images", "error", "r/agent:9: not found"),
         ([pod("n-0"), waiting("ImagePullBackOff", "")], "images", "error", "on n-1: r/agent:9: ImagePullBackOff"),
+        (
+            [waiting("ErrImagePull", "no", "n-0"), waiting("ImagePullBackOff", "Back-off …: ErrImagePull: no")],
+            "images",
+            "error",
+            "n-0, n-1: r/agent:9: no",
+        ),
+        ([pod("n-0"), waiting("ErrImagePull", "x" * 400)], "images", "error", "xx…"),
         ([pod("n-0"), pod("n-1")], "pods", "ok", "2 of 2 agents are ready"),
         ([pod("n-0"), waiting("ErrImagePull", "not found")], "pods", "error", "n-1: r/agent:9: not found"),
         ([pod("n-0"), waiting("CrashLoopBackOff", "", **CRASHED)], "pods", "error", "ended with 137 (OOMKilled)"),
@@ -275,6 +294,7 @@ DIRECT = {"peers": (scene.peer("b", "Unknown", ways=("direct",)),)}
         ("wires", [worker("a", "TCP")], {}, {"transfer": {"wires": ["RDMA"]}}, "error", "a/0 on n-0 to other/0/0 over TCP"),
         ("wires", [worker("a", "NVLink")], {}, {"transfer": {"wires": ["CudaIPC"]}}, "ok", "1 NVLink"),
         ("wires", [worker("a", "Unknown")], {}, {}, "warning", "is not known"),
+        ("wires", [worker("a", peers=(scene.peer("b", "", state="refused", error="NIXL cannot reach"),))], {}, {}, "error", "a/0 on n-0 to b/0/0: NIXL cannot"),
         ("wires", [worker("a", "TCP", "b"), worker("b", "TCP", "a")], {}, {}, "warning", "may share memory"),
         ("wires", [worker("a", "TCP", "b", device=GPU), worker("b", "CudaIPC", "a", device=GPU)], {}, {}, "warning", "peer access"),
         ("quarantine", [worker("a", ring=RING)], {}, {}, "warning", "a/0 on n-0 (11%)"),
@@ -302,6 +322,16 @@ def test_a_page(
 ) -> None:
     line = said(check, page(*workers, **changes), **spec)
     assert (line.state.value, about in line.message) == (state, True), line
+
+
+def test_a_way_out_names_the_memory_and_the_list_of_wires() -> None:
+    dead = "the self-test ended with -9 and said nothing"
+    line = said("readyz", page(unready=(f"SelfTestFailed: NIXL: {dead}",)))
+    assert "their limit is 1024 MiB: raise the memory of agents.resources" in line.way_out
+    assert said("workers", page(dying=("a/0 ended with -9",))).way_out == line.way_out
+    assert "memory" not in said("workers", page(dying=("a/0 ended with -11",))).way_out
+    refused = page(worker("a", peers=(scene.peer("b", "", state="refused", error="NIXL cannot reach"),)))
+    assert "transfer.wires allows only RDMA" in said("wires", refused, transfer={"wires": ["RDMA"]}).way_out
 
 
 def test_tcp_between_two_nodes_with_rdma_devices_is_slow() -> None:

@@ -105,16 +105,26 @@ def lines(
     for operator in found:
         if any(operator.serves(namespace) for namespace in namespaces):
             said += [_available(operator), _version(operator, release)]
-            said.append(_lease(operator, leases[operator.namespace, operator.lease]))
+            # Without a replica nobody can hold it.
+            if _replicas(operator):
+                said.append(_lease(operator, leases[operator.namespace, operator.lease]))
     return said
+
+
+def _replicas(operator: Operator) -> int:
+    return int(operator.body["spec"].get("replicas", 1))
 
 
 def _available(operator: Operator) -> Line:
     status = operator.body.get("status") or {}
-    wanted = operator.body["spec"].get("replicas", 1)
+    wanted = _replicas(operator)
     available = status.get("availableReplicas") or 0
     told = {entry["type"]: entry for entry in status.get("conditions") or ()}
     is_up = told.get("Available", {}).get("status") == "True"
+    if not wanted:
+        text = f"operator {operator} is scaled to 0 replicas: agents run on, and nothing judges or changes them"
+        way_out = f"kubectl -n {operator.namespace} scale deployment {operator.name} --replicas=1"
+        return error(_SECTION, "available", text, way_out, _LEADING)
     text = f"operator {operator} has {available} of {wanted} replicas available"
     if available >= wanted and is_up:
         return ok(_SECTION, "available", text)

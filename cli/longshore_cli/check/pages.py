@@ -21,6 +21,8 @@ _LIMITS = "docs/how-to/check.md#limits-of-a-node"
 QUARANTINE_MAX = 0.1
 # Descriptors of a worker: some ten for each peer and each lane. Below this, some hundred peers are too many.
 DESCRIPTORS_MIN = 4096
+# What an agent says of a process that SIGKILL ended.
+_KILLED = "ended with -9"
 # A worker that is silent for this long makes its agent unready.
 _SILENT_S = 10.0
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
@@ -116,7 +118,7 @@ def _unready(section: str, answers: Sequence[tuple[AgentPod, Body]]) -> Line:
             section,
             "readyz",
             f"agents say that they are not ready: {some(found)}",
-            "as the page says of the reason",
+            _of_killed(found, answers) or "as the page says of the reason",
             link,
         )
     return ok(section, "readyz", f"{count(len(answers), 'agent')} passed the self-test and take engines")
@@ -127,13 +129,24 @@ def _workers(section: str, answers: Sequence[tuple[AgentPod, Body]], workers: Se
     dying = [f"{agent.node}: {text}" for agent, page in answers for text in page["dying"]]
     failed = [f"{one}: {one.body['error']}" for one in workers if one.body["error"]]
     failed += [f"{one} is silent" for one in workers if one.body["silent_s"] > _SILENT_S]
-    if dying or failed:
-        return error(section, "workers", f"workers fail: {some([*dying, *failed])}", "see the agent's log", link)
+    if bad := [*dying, *failed]:
+        way_out = _of_killed(bad, answers) or "see the agent's log"
+        return error(section, "workers", f"workers fail: {some(bad)}", way_out, link)
     restarted = [f"{count(page['restarts'], 'time')} on {agent.node}" for agent, page in answers if page["restarts"]]
     if restarted:
         text = f"workers were restarted {some(restarted)} since their agents started"
         return warning(section, "workers", text, "see the agents' logs", "docs/runbooks.md#longshoreworkersrestart")
     return ok(section, "workers", f"{count(len(workers), 'worker')} serve engines, and none was restarted")
+
+
+def _of_killed(texts: Sequence[str], answers: Sequence[tuple[AgentPod, Body]]) -> str:
+    """Return the way out if a text tells of a process that was killed, as the kernel does for want of memory; else empty."""
+    if not any(_KILLED in text for text in texts):
+        return ""
+    limits = [page["node_facts"]["memory_limit_bytes"] for _, page in answers if "node_facts" in page]
+    least = min((limit for limit in limits if limit), default=None)
+    known = f", and their limit is {least >> 20} MiB" if least else ""
+    return f"-9: killed, most likely because the agent's container is out of memory{known}: raise the memory of agents.resources"
 
 
 def _ports(section: str, answers: Sequence[tuple[AgentPod, Body]], workers: Sequence[_Worker], spec: Spec) -> Line:
@@ -199,7 +212,19 @@ def _wires(section: str, workers: Sequence[_Worker], answers: Sequence[tuple[Age
         text = f"transfer.wires allows only {allowed}, and these have another wire, so that their rooms fail: {some(barred)}"
         way_out = "give the agents what an allowed wire needs (its NIC or GPUs), or allow the wire that was found"
         return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
-    unknown = [f"{link}{_why(link)}" for link, wire in found if wire == UNKNOWN_WIRE]
+    refused = [
+        f"{_Link(one, peer, None)}: {peer['error']}"
+        for one in workers
+        for peer in one.body["peers"]
+        if peer["state"] != "lost" and peer.get("error")
+    ]
+    if refused:
+        way_out = "see the logs of both agents"
+        if spec.transfer.wires:
+            way_out = f"transfer.wires allows only {allowed}: give the agents what that needs (its NIC or GPUs), or allow another wire, such as TCP"
+        text = f"no bytes can be sent between these, so that their rooms fail: {some(refused)}"
+        return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
+    unknown = [str(link) for link, wire in found if wire == UNKNOWN_WIRE]
     if unknown:
         text = f"the wire of these is not known: {some(unknown)}"
         return warning(section, check, text, "wait some seconds; then see the agents' logs", _WIRES)
@@ -214,10 +239,6 @@ def _wires(section: str, workers: Sequence[_Worker], answers: Sequence[tuple[Age
         return ok(section, check, "no wire is in use: no peers are attached, or engines of one agent copy directly")
     shown = ", ".join(f"{number} {name}" for name, number in sorted(Counter(wire for _, wire in found).items()))
     return ok(section, check, f"the wires of {count(len(found), 'end')} of links are found and allowed: {shown}")
-
-
-def _why(link: _Link) -> str:
-    return f" ({link.peer['error']})" if link.peer.get("error") else ""
 
 
 def _slower(link: _Link, wire: str, devices: Mapping[str, Sequence[str]]) -> str:

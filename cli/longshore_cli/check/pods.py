@@ -44,8 +44,14 @@ def _image_trouble(agent: AgentPod) -> str:
     for container in _containers(agent):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in _IMAGE_REASONS:
-            return f"{container['image']}: {waiting.get('message') or waiting['reason']}"[:_CAUSE_MAX]
+            # Between two attempts the kubelet puts `Back-off pulling image …: ErrImagePull: ` before the cause.
+            cause = (waiting.get("message") or waiting["reason"]).rpartition("ErrImagePull: ")[2]
+            return _cut(f"{container['image']}: {cause}")
     return ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _CAUSE_MAX else f"{text[: _CAUSE_MAX - 1]}…"
 
 
 def _images(section: str, namespace: str, agents: Sequence[AgentPod]) -> Line | None:
@@ -82,7 +88,7 @@ def _ready(section: str, deployment: Body, agents: Sequence[AgentPod], warnings:
 
 
 def _cause(agent: AgentPod, warnings: Mapping[str, str]) -> str:
-    return next((cause[:_CAUSE_MAX] for cause in _causes(agent, warnings) if cause), "not ready")
+    return next((_cut(cause) for cause in _causes(agent, warnings) if cause), "not ready")
 
 
 def _causes(agent: AgentPod, warnings: Mapping[str, str]) -> Iterator[str]:
