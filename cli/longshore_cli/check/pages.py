@@ -218,17 +218,20 @@ def _wires(section: str, workers: Sequence[_Worker], answers: Sequence[tuple[Age
         for peer in one.body["peers"]
         if peer["state"] != "lost" and peer.get("error")
     ]
+    devices = {agent.node: page.get("node_facts", {}).get("infiniband") or () for agent, page in answers}
+    give = f"transfer.wires allows only {allowed}: give the agents what that needs (its NIC or GPUs), or allow another wire, such as TCP"
     if refused:
-        way_out = "see the logs of both agents"
-        if spec.transfer.wires:
-            way_out = f"transfer.wires allows only {allowed}: give the agents what that needs (its NIC or GPUs), or allow another wire, such as TCP"
+        way_out = give if spec.transfer.wires else "see the logs of both agents"
         text = f"no bytes can be sent between these, so that their rooms fail: {some(refused)}"
         return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
+    told = all("node_facts" in page for _, page in answers)
+    if told and {wire.value for wire in spec.transfer.wires} == {"RDMA"} and not any(devices.values()):
+        text = "no room can move: transfer.wires allows only RDMA, and agents see RDMA devices on no node"
+        return error(section, check, text, give, _WIRES)
     unknown = [str(link) for link, wire in found if wire == UNKNOWN_WIRE]
     if unknown:
         text = f"the wire of these is not known: {some(unknown)}"
         return warning(section, check, text, "wait some seconds; then see the agents' logs", _WIRES)
-    devices = {agent.node: page.get("node_facts", {}).get("infiniband") or () for agent, page in answers}
     slow = [f"{link} over {wire}: {why}" for link, wire in found if (why := _slower(link, wire, devices))]
     if slow:
         text = f"these could have a faster wire: {some(slow)}"
