@@ -61,6 +61,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
+        self.status = 200
         handler = type("Handler", (_Handler,), {"collector": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -96,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         assert self.path == "/v1/traces"
         self.collector.take(gzip.decompress(data) if self.headers.get("Content-Encoding") == "gzip" else data)
-        self.send_response(200)
+        self.send_response(self.collector.status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -392,3 +393,32 @@ def test_a_batch_that_cannot_be_sent_does_not_end_the_sending(monkeypatch: pytes
     sending.take(RoomReported(report().to_bytes(), 1))
     sending.close()
     assert metrics.snapshot().value("longshore_sent_spans_total") == 1
+
+
+def test_a_collector_that_refuses_every_request_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = Collector()
+    collector.status = 401
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    metrics = Metrics()
+    sending = telemetry.Telemetry(Settings(otel=True), metrics, "1")
+
+    def send(name: str, count: int) -> None:
+        sending.take(RoomReported(report().to_bytes(), 1))
+        wait_for(lambda: metrics.snapshot().value(f"longshore_{name}_spans_total") == count, what=f"span {count}")
+
+    try:
+        for count in range(1, 6):
+            send("dropped", count)
+        said = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
+        assert [("401" in text) for text in said] == [True]
+        collector.status = 200
+        send("sent", 1)
+        collector.status = 401
+        send("dropped", 6)
+        assert [("401" in record.getMessage()) for record in caplog.records].count(True) == 2
+    finally:
+        sending.close()
+        collector.close()

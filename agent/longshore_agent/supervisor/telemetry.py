@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from longshore_agent.status.otel import SpanSender
 
 _log = logging.getLogger(__name__)
+# Of the library, which logs each request that fails: up to four a second and worker.
+_library_log = logging.getLogger("opentelemetry.exporter")
 
 # Reports that wait: of 100 steps and some 10 KB each.
 REPORTS_MAX = 1024
@@ -88,10 +90,12 @@ class Telemetry:
                 text = (
                     "takes rooms again"
                     if is_taken
-                    else "takes no rooms: see OTEL_EXPORTER_OTLP_ENDPOINT; they are dropped"
+                    else "takes no rooms: see OTEL_EXPORTER_OTLP_ENDPOINT; they are dropped until it does"
                 )
                 _log.log(logging.INFO if is_taken else logging.WARNING, "the collector of OpenTelemetry %s", text)
+            _library_log.setLevel(logging.NOTSET if is_taken else logging.CRITICAL)
             was_taken = is_taken
+        _library_log.setLevel(logging.NOTSET)
 
     def _send(self, batch: list[RoomReport]) -> bool:
         if self._sender is None:
