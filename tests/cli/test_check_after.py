@@ -11,6 +11,7 @@ import pytest
 from check_scene import FACTS, NO_RIGHT, RELEASE, ROOT, SECTION, SPACE, Body, only, page, pod, reached, served, worker
 
 from longshore_agent.status import snapshot as structs
+from longshore_cli import faults
 from longshore_cli.check import after, conditions, operators, pages, pods
 from longshore_cli.check.after import After
 from longshore_cli.check.lines import Line, State, as_json, failed, table
@@ -151,7 +152,7 @@ def test_every_reason_of_the_operator_has_a_state_and_a_section_of_the_page(row:
     if found[0].state is State.OK:
         assert wants_nothing or row.condition.value == "NodesShared"
         return
-    assert row.truth.value != "True" or row.condition.value in conditions.GOOD
+    assert row.truth.value != "True" or faults.is_good(row.condition.value, "False", "")
     assert found[0].way_out == (row.remedy or f"as the page says of the reason {row.name}")
     page_text = (ROOT / "docs" / "reference" / "conditions.md").read_text()
     assert f"## {row.condition.value}\n" in page_text and f"| `{row.name}` |" in page_text
@@ -379,7 +380,7 @@ def test_a_release_that_is_not_known_is_not_compared() -> None:
 def test_the_threshold_of_quarantine_is_that_of_the_alert() -> None:
     rules = (ROOT / "charts" / "longshore" / "files" / "rules.yaml").read_text()
     found = re.search(r"longshore_ring_capacity_bytes\{[^}]*\} > ([\d.]+)", rules)
-    assert found and float(found[1]) == pages.QUARANTINE_MAX
+    assert found and float(found[1]) == faults.QUARANTINE_SHARE
     assert {"Open", "Bound"} < set(PROTECTIONS)
 
 
@@ -398,6 +399,11 @@ def test_the_table_has_sections_marks_and_ways_out() -> None:
     plain = table(found, "ascii")
     plain.encode("ascii")
     assert "XX it is broken" in plain and "!! it is odd" in plain
+
+
+def test_no_text_of_a_peer_controls_the_terminal_or_starts_a_line() -> None:
+    shown = table([Line("one", "pods", State.ERROR, "it said\n\x1b[2Jdone")], "utf-8")
+    assert "\n× it said  [2Jdone\n" in shown  # noqa: RUF001 - the mark
 
 
 def test_json_has_the_fields_of_a_line() -> None:

@@ -12,6 +12,7 @@ from longshore_cli.analyze.changes import Effect
 from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Analysis, counts
 from longshore_cli.analyze.sizes import PairSizes, RingSizes, RoleMemory, Sizes
+from longshore_cli.words import count
 from longshore_wire import names
 
 # Rows of a table. JSON has all pairs.
@@ -32,7 +33,7 @@ def table(analyses: Sequence[Analysis], notes: Sequence[str]) -> str:
     found = counts(tuple(analyses))
     lines += [f"note: {note}" for note in notes]
     lines.append(
-        f"{len(analyses)} analyzed: {_count(found[Severity.ERROR], 'error')}, {_count(found[Severity.WARNING], 'warning')}"
+        f"{len(analyses)} analyzed: {count(found[Severity.ERROR], 'error')}, {count(found[Severity.WARNING], 'warning')}"
     )
     return "\n".join(lines)
 
@@ -90,8 +91,8 @@ def _pairs(pairs: Sequence[PairSizes]) -> list[str]:
 
 
 def _ring(ring: RingSizes) -> Iterator[str]:
-    yield f"a chunk of {ring.chunk_tokens} tokens needs {_count(ring.chunk_slabs, 'slab')} ({_bytes(ring.chunk_bytes)}) of a decode rank's ring"
-    yield f"the ring ({_bytes(ring.ring_bytes)}) holds {_count(ring.rooms, 'room')} of {ring.tokens} tokens ({_bytes(ring.room_bytes)} each)"
+    yield f"a chunk of {ring.chunk_tokens} tokens needs {count(ring.chunk_slabs, 'slab')} ({_bytes(ring.chunk_bytes)}) of a decode rank's ring"
+    yield f"the ring ({_bytes(ring.ring_bytes)}) holds {count(ring.rooms, 'room')} of {ring.tokens} tokens ({_bytes(ring.room_bytes)} each)"
     yield f"one room gets at most {_bytes(ring.share_bytes)} of it at a time, or one slab"
 
 
@@ -99,7 +100,7 @@ def _memory(memory: Sequence[RoleMemory]) -> Iterator[str]:
     for role in memory:
         kind = "lanes" if role.role == names.PREFILL else "ring"
         each = f"{role.memories} x {_bytes(role.rank_bytes)}" if role.memories > 1 else _bytes(role.rank_bytes)
-        ranks = _count(role.ranks_per_node, "rank")
+        ranks = count(role.ranks_per_node, "rank")
         yield f"{role.role} staging ({kind}): {each} a rank, {_bytes(role.node_bytes)} a node with {ranks}, in {role.place} memory"
 
 
@@ -120,10 +121,6 @@ def _interval(ends: tuple[int, int]) -> str:
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:PAIRS_SHOWN_MAX]))
     return f"{shown} and {len(ranks) - PAIRS_SHOWN_MAX} more" if len(ranks) > PAIRS_SHOWN_MAX else shown
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(size: int) -> str:

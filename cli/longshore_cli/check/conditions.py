@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from longshore_cli.check.lines import Line, State, error, ok, warning
+from longshore_cli.faults import is_good
 from longshore_wire.condition_reasons import remedy
 
 _PAGE = "docs/reference/conditions.md"
-# The conditions that are not True while all is well.
-GOOD = {"NodesShared": "False", "Progressing": "False"}
 # Reasons that pass by themselves, or wait for engines that someone starts later.
 PASSING = frozenset({
     "AgentsUpdating", "EnginesMissing", "RanksMissing", "PeersConnecting", "NodesShared", "RollingOut", "Paused",
@@ -42,7 +41,7 @@ def lines(section: str, body: Body, *, paused: bool) -> list[Line]:
 def state_of(condition: Body) -> State:
     """Return how bad a condition is."""
     kind, status, reason = (condition.get(name, "") for name in ("type", "status", "reason"))
-    if status == GOOD.get(kind, "True") and reason != "Blocked":
+    if is_good(kind, status, reason):
         return State.OK
     return State.WARNING if status == "Unknown" or reason in PASSING else State.ERROR
 

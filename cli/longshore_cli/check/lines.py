@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from longshore_cli.words import count, plain
+
 # Names in one message. A cluster may have 1,000 nodes.
 _NAMED_MAX = 5
 
@@ -76,11 +78,6 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(found[:_NAMED_MAX]) + more
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def failed(lines: Iterable[Line], *, strict: bool) -> bool:
     """Whether the checks found an error.
 
@@ -109,7 +106,7 @@ def table(lines: Sequence[Line], encoding: str) -> str:
         for line in lines:
             if line.section != section:
                 continue
-            parts.append(f"{marks[line.state]} {line.message}")
+            parts.append(f"{marks[line.state]} {plain(line.message)}")
             parts += [f"{indent}way out: {line.way_out}"] if line.way_out else []
             parts += [f"{indent}see {line.link}"] if line.link else []
         parts.append("")

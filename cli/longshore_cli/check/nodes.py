@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_cli.check.lines import Line, count, error, ok, some, unread, warning
+from longshore_cli.check.lines import Line, error, ok, some, unread, warning
+from longshore_cli.words import count
 from longshore_wire import pod_settings
 from longshore_wire.manifest import DecodeSpec, PrefillSpec, Spec
 from longshore_wire.quantity import QuantityError, parse_quantity

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from longshore_cli.check.lines import Line, count, error, ok, some, warning
+from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod, DeniedError
+from longshore_cli.faults import QUARANTINE_SHARE
+from longshore_cli.words import count
 from longshore_wire import pod_settings
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
 from longshore_wire.manifest import Spec
@@ -17,8 +19,11 @@ _TROUBLE = "docs/troubleshooting.md"
 _SECURITY = "docs/security.md#what-protects-the-data-ports"
 _WIRES = "docs/how-to/wires.md"
 _LIMITS = "docs/how-to/check.md#limits-of-a-node"
-# The share of a ring in quarantine above which the chart's alert fires.
-QUARANTINE_MAX = 0.1
+# What the checks read of a page, and of each worker there. An agent of another release may tell less.
+PAGE_FIELDS = ("version", "unready", "dying", "restarts", "instances", "workers")
+WORKER_FIELDS = (
+    "worker", "error", "silent_s", "data_path", "device", "ring", "mismatches", "mismatch", "mps", "engines", "peers",
+)  # fmt: skip
 # Descriptors of a worker: some ten for each peer and each lane. Below this, some hundred peers are too many.
 DESCRIPTORS_MIN = 4096
 # What an agent says of a process that SIGKILL ended.
@@ -265,7 +270,7 @@ def _quarantine(section: str, workers: Sequence[_Worker]) -> Line:
         for one in workers
         if (ring := one.body["ring"]) and ring["capacity_bytes"]
     }
-    bad = [f"{name} ({share:.0%})" for name, share in shares.items() if share > QUARANTINE_MAX]
+    bad = [f"{name} ({share:.0%})" for name, share in shares.items() if share > QUARANTINE_SHARE]
     if bad:
         text = f"much of these rings is in quarantine, because lost writers may still write: {some(bad)}"
         way_out = "bring the lost agent back, or wait for the worker's replacement"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longshore_cli.check.lines import Line, count, error, ok, some, warning
+from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod
+from longshore_cli.words import count
 
 _AGENTS = "docs/runbooks.md#longshoreagentnotready"
 _STARTS = "docs/troubleshooting.md#the-agent-does-not-start"

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
+from longshore_cli.faults import is_good
 from longshore_cli.status.report import Report, Room
 
-# Conditions that are True if something is wrong, or goes on.
-_FALSE_IS_GOOD = frozenset({"NodesShared", "Progressing"})
 # Ready follows from these, which say why.
 _CAUSES = ("Compatible", "AgentsReady")
 # An open room of this age is a fact to show first. An agent ends rooms only after LONGSHORE_ROOM_TIMEOUT_S.
@@ -28,7 +27,7 @@ class Condition(msgspec.Struct, frozen=True):
     @property
     def good(self) -> bool:
         """Whether it says that all is well."""
-        return self.status == ("False" if self.type in _FALSE_IS_GOOD else "True")
+        return is_good(self.type, self.status, self.reason)
 
 
 class Agent(msgspec.Struct, frozen=True, kw_only=True):

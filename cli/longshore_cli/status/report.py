@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 
+from longshore_cli.faults import QUARANTINE_SHARE
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status_pages import AgentPageError
 
 SOURCE, TARGET = "source", "target"
 ATTACHED, READY = "attached", "ready"
-# A part of a ring in quarantine that is a fault. The alert LongshoreQuarantine has the same limit.
-QUARANTINE_SHARE = 0.1
 # Workers answer within milliseconds. Also in `web_page.html`.
 _SILENCE_S = 2.0
 _BYTES_PER_GB = 1e9

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from longshore_cli.aligned import aligned
 from longshore_cli.status.facts import Agent, Condition, Deployment, oldest_room
 from longshore_cli.status.report import SOURCE, Engine, Pair, Report, Worker
+from longshore_cli.words import count, plain
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -58,7 +59,7 @@ def tree(found: Deployment, *, every: bool) -> Tree:
     from rich.tree import Tree
 
     counts = f"agents {_of(found.agents_ready, found.agents_wanted)}, engines {_of(found.engines_registered, found.engines_expected)}"
-    rooms = f"{_many(found.rooms_open, 'open room')}, {rate(found.gb_per_s)}"
+    rooms = f"{count(found.rooms_open, 'open room')}, {rate(found.gb_per_s)}"
     root = Tree(
         _line(
             (found.full_name, "bold"),
@@ -89,7 +90,7 @@ def _add_role(branch: Tree, members: Sequence[Agent], *, every: bool) -> None:
         )
     if folds and healthy:
         branch.add(
-            _line(f"{_many(len(healthy), 'healthy agent')}: {_totals(healthy)}", (" (--all shows each)", _FAINT))
+            _line(f"{count(len(healthy), 'healthy agent')}: {_totals(healthy)}", (" (--all shows each)", _FAINT))
         )
 
 
@@ -100,7 +101,7 @@ def _add_agent(branch: Tree, agent: Agent, *, every: bool) -> None:
     for fault in (*agent.report.unready, *agent.report.dying):
         branch.add(_line((fault, _BAD)))
     if agent.report.failures:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in agent.report.failures.items())
+        reasons = ", ".join(f"{number} {reason}" for reason, number in agent.report.failures.items())
         branch.add(_line(f"failed rooms: {reasons}"))
     for worker in agent.report.workers:
         _add_worker(branch.add(_worker(worker)), worker, every=every)
@@ -152,15 +153,15 @@ def _totals(members: Sequence[Agent]) -> str:
     pairs = [pair for worker in workers for pair in worker.pairs]
     paths = _paths([pair for pair in pairs if pair.healthy and pair.ways])
     rooms = sum(worker.rooms_open for worker in workers)
-    return f"{_many(ranks, 'engine rank')}, {_many(len(pairs), 'pair')}{f' {paths}' if paths else ''}, {_many(rooms, 'open room')}, {_rates(workers)}"
+    return f"{count(ranks, 'engine rank')}, {count(len(pairs), 'pair')}{f' {paths}' if paths else ''}, {count(rooms, 'open room')}, {_rates(workers)}"
 
 
 def _agent(agent: Agent) -> Text:
-    pod = [f"pod {agent.pod}, {_many(agent.pod_restarts, 'restart')}"] if agent.pod else []
+    pod = [f"pod {agent.pod}, {count(agent.pod_restarts, 'restart')}"] if agent.pod else []
     if agent.report is None:
         return _line(agent.name, ": ", ("silent", _BAD), "".join(f", {each}" for each in pod))
     report = agent.report
-    told = [f"version {report.version}", f"up {age(report.uptime_s)}", _many(report.restarts, "worker restart"), *pod]
+    told = [f"version {report.version}", f"up {age(report.uptime_s)}", count(report.restarts, "worker restart"), *pod]
     state = ("draining", _BAD) if report.draining else _verdict("ready", "not ready", good=agent.ready)
     return _line(agent.name, ": ", state, f", {', '.join(told)}, {_rooms(report)}")
 
@@ -171,12 +172,12 @@ def _rooms(report: Report) -> str:
 
 def _worker(worker: Worker) -> Text:
     silence = f", silent for {age(worker.silent_s)}" if worker.silent_s >= 1 else ""
-    restarts = f", {_many(worker.restarts, 'restart')}" if worker.restarts else ""
+    restarts = f", {count(worker.restarts, 'restart')}" if worker.restarts else ""
     return _line(
         f"worker {worker.name}: ",
         (worker.state, _GOOD if worker.state == "ready" else _BAD),
         (silence, _BAD),
-        f", {worker.device}, {_many(worker.rooms_open, 'open room')}, {_rates([worker])}{restarts}",
+        f", {worker.device}, {count(worker.rooms_open, 'open room')}, {_rates([worker])}{restarts}",
     )
 
 
@@ -243,11 +244,6 @@ def rate(gb_per_s: float | None) -> str:
     return "- B/s" if gb_per_s is None else f"{size(gb_per_s * 1e9)}/s"
 
 
-def plain(text: str) -> str:
-    """Return a text in one line, without characters that a terminal obeys."""
-    return "".join(each if each.isprintable() else " " for each in text)
-
-
 def _number(gb_per_s: float | None) -> str:
     return "-" if gb_per_s is None else f"{gb_per_s:.2f}"
 
@@ -256,12 +252,8 @@ def _percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")  # noqa: PLR2004
 
 
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def _of(count: int, wanted: int | None) -> str:
-    return str(count) if wanted is None else f"{count}/{wanted}"
+def _of(number: int, wanted: int | None) -> str:
+    return str(number) if wanted is None else f"{number}/{wanted}"
 
 
 def _verdict(yes: str, no: str, *, good: bool) -> tuple[str, str]:
