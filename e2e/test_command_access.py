@@ -16,9 +16,9 @@ from longshore_cli.main import main
 READER = "reader-of-pods"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 1) -> str:
     """Return the one line that `longshore rooms` prints when it fails."""
-    assert main(["rooms", *(str(word) for word in words)]) == 1
+    assert main(["rooms", *(str(word) for word in words)]) == status
     out, error = capsys.readouterr()
     assert out == ""
     [line] = error.splitlines()
@@ -89,7 +89,7 @@ def test_a_cluster_that_is_away_or_that_refuses_the_user_is_named(
 
 
 def test_addresses_and_a_deployment_are_not_named_together(capsys: pytest.CaptureFixture[str]) -> None:
-    line = said(capsys, "llama", "--agent", "http://127.0.0.1:1")
+    line = said(capsys, "llama", "--agent", "http://127.0.0.1:1", status=2)
     assert line == "--agent names agents without a cluster: leave out the deployment, or --agent"
-    line = said(capsys, "--token-file", "token")
+    line = said(capsys, "--token-file", "token", status=2)
     assert line == "--token-file and --authority are for agents that --agent names: give --agent"

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from longshore_cli import cluster
+from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import CONNECTIONS, Cluster
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_wire.errors import LongshoreError
+
+# For one page of each of 1,000 agents, which takes some seconds. One that does not answer takes HTTP_TIMEOUT_S.
+PAGES_LIMIT_S = 20.0
 
 _Answer = TypeVar("_Answer")
 
@@ -47,7 +51,8 @@ def opened(arguments: argparse.Namespace) -> Iterator[Sequence[AgentPages]]:
     """Open the pages of all agents that the arguments name, at least one.
 
     Raises:
-        AgentPageError: the arguments contradict each other, or there is no agent.
+        ArgumentsError: the arguments contradict each other.
+        AgentPageError: there is no agent.
         ClusterError: the cluster does not answer.
     """
     with ExitStack() as stack:
@@ -61,16 +66,16 @@ def at_addresses(arguments: argparse.Namespace, stack: ExitStack) -> Sequence[Ag
     """Return the pages of the agents that --agent names, which `stack` closes; None: the arguments name a cluster's.
 
     Raises:
-        AgentPageError: the arguments contradict each other.
+        ArgumentsError: the arguments contradict each other.
     """
     if arguments.agent:
         if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
-            raise AgentPageError("--agent names agents without a cluster: leave out the deployment, or --agent")
+            raise ArgumentsError("--agent names agents without a cluster: leave out the deployment, or --agent")
         token = _token(arguments.token_file)
         urls = dict.fromkeys(url.rstrip("/") for url in arguments.agent)
         return [stack.enter_context(AgentPages.at(url, token=token, authority=arguments.authority)) for url in urls]
     if arguments.token_file or arguments.authority:
-        raise AgentPageError("--token-file and --authority are for agents that --agent names: give --agent")
+        raise ArgumentsError("--token-file and --authority are for agents that --agent names: give --agent")
     return None
 
 
@@ -92,18 +97,21 @@ def answers(
         limit_s: agents that have not answered by then are given up; None: all are asked.
     """
     threads = ThreadPoolExecutor(CONNECTIONS)
-    futures = [threads.submit(ask, one) for one in pages]
-    wait(futures, limit_s)
+    try:
+        futures = [threads.submit(ask, one) for one in pages]
+        wait(futures, limit_s)
+    finally:
+        # Also if the user interrupts it, when the process would otherwise ask all agents before it ends.
+        threads.shutdown(wait=False, cancel_futures=True)
     found: list[_Answer | LongshoreError] = []
     for one, future in zip(pages, futures, strict=True):
-        if future.cancel() or not future.done():
+        if future.cancelled() or not future.done():
             found.append(AgentPageError(f"the agent at {one.name} has not answered within {limit_s:g} s"))
             continue
         error = future.exception()
         if error is not None and not isinstance(error, LongshoreError):
             raise error
         found.append(future.result() if error is None else error)
-    threads.shutdown(wait=limit_s is None)
     return found
 
 
@@ -123,7 +131,7 @@ def _token(path: Path | None) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise AgentPageError(f"--token-file {path}: {error}: name the file with the agents' token") from error
+        raise ArgumentsError(f"--token-file {path}: {error}: name the file with the agents' token") from error
     if not token or not token.isprintable():
-        raise AgentPageError(f"--token-file {path} is empty or has several lines: name the file with the agents' token")
+        raise ArgumentsError(f"--token-file {path} is empty or has several lines: name the file with the agents' token")
     return token

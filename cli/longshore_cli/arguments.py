@@ -12,8 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from longshore_wire.agent_config import Backend
+from longshore_wire.errors import LongshoreError, Reason
 
 BACKENDS = tuple(backend.value for backend in Backend)
+# The exit status of a command whose arguments are invalid, as argparse's.
+EXIT_INVALID = 2
+
+
+class ArgumentsError(LongshoreError):
+    """Arguments contradict each other, or name a file that cannot be read; names the way out. `main` exits with 2."""
+
+    reason = Reason.UNSUPPORTED
 
 
 def whole(low: int) -> Callable[[str], int]:

@@ -30,7 +30,7 @@ CONNECTIONS = 16
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 # Channels of a program's connection, besides its standard input and output: its error output, and the API server's verdict.
 _STDERR, _ERROR = 2, 3
-# Of a program's error output, in an error.
+# Of a program's error output, or of an answer that is no object, in an error.
 _SHOWN_CHARACTERS_MAX = 400
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
 
@@ -111,7 +111,7 @@ class Cluster:
                 contexts, current = known.list_kube_config_contexts(arguments.kubeconfig)
                 chosen = next((each for each in contexts if each["name"] == arguments.context), current)
                 namespace = chosen["context"].get("namespace") or "default"
-        except (config.ConfigException, yaml.YAMLError, OSError, TypeError) as error:
+        except (config.ConfigException, yaml.YAMLError, OSError, TypeError, ValueError) as error:
             raise ClusterError(
                 f"no cluster is known: {' '.join(str(error).split())}: set KUBECONFIG, or give --kubeconfig and --context"
             ) from error
@@ -146,13 +146,16 @@ class Cluster:
             asked["continue"] = token
 
     def deployments(self, namespace: str | None = None) -> list[Body]:
-        """Return the DisaggDeployments of a namespace, of all for an empty one (that of the arguments)."""
-        where = self.namespace if namespace is None else namespace
+        """Return the DisaggDeployments of a namespace, of all for an empty one (that of the arguments).
+
+        Raises:
+            MissingError: the API server does not know the kind.
+        """
         try:
-            return self.listed(_within(DEPLOYMENTS, where, names.PLURAL))
+            return self.listed(_within(DEPLOYMENTS, self.namespace if namespace is None else namespace, names.PLURAL))
         except MissingError as error:
             # Also of a namespace that is not there the API server lists nothing, and does not say 404.
-            text = f"the cluster has no CRD of {names.KIND}: install the chart, or see `longshore check`"
+            text = f"{self.host} serves no {names.KIND} of {names.API_VERSION}: install the chart, or see `longshore check`"
             raise MissingError(text) from error
 
     def deployment(self, name: str) -> Body:
@@ -185,7 +188,7 @@ class Cluster:
         def fetch(path: str) -> Page:
             status, body = self._send("GET", f"{pod}{path}", None, f"the agent in pod {agent.namespace}/{agent.name}")
             # A Status is of the API server, not of the agent.
-            if said := _message(body):
+            if status != _OK and (said := _message(body)):
                 if status == _FORBIDDEN:
                     raise DeniedError(f"{said}: ask for the right to get pods/proxy in {agent.namespace}")
                 raise ClusterError(f"the agent in pod {agent.namespace}/{agent.name} cannot be reached: {said}")
@@ -230,15 +233,23 @@ class Cluster:
 
     def _read(self, verb: str, path: str, body: Body | None = None) -> Body:
         status, data = self._send(verb, path, body)
-        if _OK <= status < 300:  # noqa: PLR2004
-            return dict(json.loads(data))
-        said = _message(data) or data[:200].decode(errors="replace")
         what = f"{verb} {path.partition('?')[0]}"
+        if _OK <= status < 300:  # noqa: PLR2004
+            try:
+                return dict(json.loads(data))
+            except (ValueError, TypeError) as error:
+                said = data[:_SHOWN_CHARACTERS_MAX].decode(errors="replace")
+                text = (
+                    f"{what}: {self.host} answered {said!r}, as no API server does: correct the kubeconfig, or log in"
+                )
+                raise ClusterError(text) from error
+        said = _message(data) or data[:_SHOWN_CHARACTERS_MAX].decode(errors="replace").strip()
         if status == _UNAUTHORIZED:
             text = f"{self.host} does not accept the credentials of the kubeconfig: log in again"
             raise ClusterError(text, reason=Reason.AUTHENTICATION)
         if status == _FORBIDDEN:
-            raise DeniedError(f"{said}: ask for this right")
+            # What is created may also be refused for its content.
+            raise DeniedError(f"{said}: ask for this right" if verb == "GET" else said)
         if status == _NOT_FOUND:
             raise MissingError(f"{what}: {said}")
         raise ClusterError(f"{what}: the API server answered {status}: {said}")

@@ -27,7 +27,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A thread of this process sends this signal to interrupt any wait of the main thread.
 _PART_ENDED = signal.SIGUSR1
 # Shells use the same base for the exit status after a signal.
-_SIGNAL_STATUS = 128
+SIGNAL_STATUS = 128
 
 
 class InterruptedBySignal(BaseException):
@@ -44,7 +44,7 @@ class InterruptedBySignal(BaseException):
     @property
     def status(self) -> int:
         """The exit status of a command that a signal ended."""
-        return _SIGNAL_STATUS + self.number
+        return SIGNAL_STATUS + self.number
 
 
 class PartEndedError(LongshoreError):

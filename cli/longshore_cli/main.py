@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from longshore_cli import analyze, check, completion, examples, laboratory, rooms, status, up, verify
-from longshore_cli.local_agents import LocalAgentError, make_keys
+from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
+from longshore_cli.lifetime import SIGNAL_STATUS
+from longshore_cli.local_agents import make_keys
+from longshore_wire.errors import LongshoreError
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
 _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 _STARTING = frozenset({"up", "keys"})
+
+_Given = TypeVar("_Given")
 
 
 class _Command(NamedTuple):
@@ -93,14 +100,30 @@ def _commands() -> tuple[_Command, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 1 if it failed, 2 for invalid arguments."""
+    """Run one command; return its exit status: 1 if it failed, 2 for invalid arguments, as of a shell after a signal."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal whose encoding lacks a character shows `?`.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has ended. Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNAL_STATUS + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return SIGNAL_STATUS + signal.SIGINT
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = make_parser()
     if completion.ASKED in os.environ:
         completion.offer(parser)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command == "bench" and words[:1] == ["cluster"]:
         # It measures agents that run elsewhere, so it does without the laboratory.
-        return _bench_cluster(words[1:])
+        return _ended("bench cluster", _bench_cluster, words[1:])
     if chosen.command in laboratory.COMMANDS:
         return laboratory.run(chosen.command, words, _program())
     if words:
@@ -112,9 +135,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "[nixl] or [mooncake]",
             file=sys.stderr,
         )
-        return 2
-    code: int = chosen.run(chosen)
-    return code
+        return EXIT_INVALID
+    return _ended(chosen.command, chosen.run, chosen)
+
+
+def _ended(command: str, run: Callable[[_Given], int], given: _Given) -> int:
+    """Run a command; return its exit status. Complain about its errors."""
+    try:
+        return run(given)
+    except LongshoreError as error:
+        sys.stderr.write(f"longshore {command}: {error}\n")
+        return EXIT_INVALID if isinstance(error, ArgumentsError) else 1
+    except ModuleNotFoundError as error:
+        # Each command imports what it alone needs when it needs it.
+        sys.stderr.write(f"longshore {command}: {error.name} cannot be imported: install longshore[cli]\n")
+        return 1
 
 
 def complete_for_kubectl() -> int:
@@ -146,11 +181,7 @@ def _declare_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    try:
-        make_keys(arguments.directory)
-    except LocalAgentError as error:
-        print(f"longshore keys: {error}", file=sys.stderr)
-        return 1
+    make_keys(arguments.directory)
     directory = arguments.directory.resolve()
     print(f"keys are in {directory}: give agents LONGSHORE_KEYS_DIRECTORY={directory}")
     return 0

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from longshore_cli.arguments import ArgumentsError
 from longshore_cli.main import main
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status import facts, shown
@@ -127,6 +128,11 @@ LOST = worker(peer(state="lost", error="was silent"))
             "EnginesConnected: NoEngines: why",
         ),
         (
+            {"conditions": [condition("Ready", "True", "Ready"), condition("Progressing", "False", "Blocked")]},
+            [agent()],
+            "Progressing: Blocked: why",
+        ),
+        (
             {"conditions": [condition("Ready", "True", "Ready"), condition("NodesShared", "False", "NodesOwn"), condition("Progressing", "False", "Settled")]},
             [agent(found=report(worker(oldest_rooms=[{"room": "9", "instance": "p", "half": "target", "state": "open", "age_s": 61.0}])))],
             "agent on node-1: room 9 of p is open for 61 s",
@@ -213,7 +219,7 @@ def test_agents_without_a_cluster_are_grouped_by_the_deployment_that_they_name()
 def test_all_namespaces_with_one_of_them_is_refused(more: dict[str, Any]) -> None:
     words = {"deployment": "", "namespace": None, "context": None, "kubeconfig": None, "agent": [], "token_file": None}
     chosen = argparse.Namespace(**words | {"authority": None, "all_namespaces": True} | more)
-    with ExitStack() as stack, pytest.raises(AgentPageError, match="--all-namespaces lists deployments: leave out"):
+    with ExitStack() as stack, pytest.raises(ArgumentsError, match="--all-namespaces lists deployments: leave out"):
         Reader(chosen, stack)
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from longshore_cli import cluster
+from longshore_cli.arguments import ArgumentsError
 from longshore_cli.check import after, before, reading
 from longshore_cli.check.before import Subject
 from longshore_cli.check.lines import Line, as_json, error, failed, table
@@ -24,14 +25,9 @@ EPILOG = """examples:
 
 exit status: 0 without errors, 1 with an error, 2 for invalid arguments"""
 OPERATOR_NAMESPACE = "longshore-system"
-_INVALID = 2
 _KIND = re.compile(rf"\bkind[\"']?\s*:\s*[\"']?{names.KIND}\b")
 # Between the documents of a YAML file.
 _NEXT_DOCUMENT = re.compile(r"^---(?:[ \t].*)?$", re.MULTILINE)
-
-
-class _ArgumentsError(Exception):
-    """Arguments that contradict each other, or name no readable file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the checks; return 1 if one has an error, 2 for invalid arguments."""
-    try:
-        _check(arguments)
-        files = None if arguments.file is None else _documents(arguments.file)
-    except _ArgumentsError as fault:
-        sys.stderr.write(f"longshore check: {fault}\n")
-        return _INVALID
+    """Print the checks; return 1 if one has an error. Raises ArgumentsError."""
+    _check(arguments)
+    files = None if arguments.file is None else _documents(arguments.file)
     try:
         with Cluster.connect(arguments) as found:
             lines = _before(found, files, arguments) if arguments.pre else _after(found, arguments)
@@ -79,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.pre and (arguments.deployment or arguments.all_namespaces):
-        raise _ArgumentsError("--pre checks manifests or a namespace: leave out NAME and -A, or --pre")
+        raise ArgumentsError("--pre checks manifests or a namespace: leave out NAME and -A, or --pre")
     if arguments.file and not arguments.pre:
-        raise _ArgumentsError("-f is for manifests that are not applied yet: give --pre, or leave it out")
+        raise ArgumentsError("-f is for manifests that are not applied yet: give --pre, or leave it out")
     if arguments.all_namespaces and (arguments.deployment or arguments.namespace):
-        raise _ArgumentsError("-A checks all namespaces: leave out NAME and -n, or -A")
+        raise ArgumentsError("-A checks all namespaces: leave out NAME and -n, or -A")
 
 
 def _documents(path: Path) -> list[Subject]:
@@ -91,11 +83,11 @@ def _documents(path: Path) -> list[Subject]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        raise _ArgumentsError(f"-f {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+        raise ArgumentsError(f"-f {path}: {getattr(fault, 'strerror', None) or fault}") from fault
     parts = [text] if text.lstrip().startswith("{") else _NEXT_DOCUMENT.split(text)
     found = [subject for part in parts if (subject := _document(part)) is not None]
     if not found:
-        raise _ArgumentsError(f"-f {path} has no {names.KIND}: name a file with one")
+        raise ArgumentsError(f"-f {path} has no {names.KIND}: name a file with one")
     return found
 
 

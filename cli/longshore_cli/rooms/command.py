@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from longshore_cli import agents
@@ -13,7 +12,6 @@ from longshore_cli.rooms import listing, timeline
 from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
 from longshore_cli.rooms.steps import joined
 from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
-from longshore_wire.errors import LongshoreError
 
 # Requests to each agent. An answer lacks a worker that got no processor for a while, so the one with most spans counts.
 REQUESTS = 2
@@ -43,9 +41,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show_rooms(arguments: argparse.Namespace) -> int:
-    """Print the rooms of all agents that answer; return 0, or 1 if one does not."""
-
-    def show(pages: Sequence[AgentPages]) -> int:
+    """Print the rooms of all agents that answer; return 0, or 1 if one does not. Raises LongshoreError."""
+    with agents.opened(arguments) as pages:
         found = agents.asked(
             "rooms", pages, lambda agent: (agent.name, _rooms(agent, arguments.limit, arguments.ended))
         )
@@ -53,34 +50,20 @@ def show_rooms(arguments: argparse.Namespace) -> int:
             print(listing.as_json(found) if arguments.output == "json" else listing.table(found))
         return int(len(found) < len(pages))
 
-    return _with_agents("rooms", arguments, show)
-
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Print the timeline of a room and write its file; return 0, or 1 if there is none."""
-
-    def show(pages: Sequence[AgentPages]) -> int:
+    """Print the timeline of a room and write its file; return 0. Raises LongshoreError, also if there is none."""
+    with agents.opened(arguments) as pages:
         details, hosts = _asked(pages, arguments.room, arguments.instance)
-        shifts = corrections(hosts)
-        steps = joined(details, shifts)
-        print(timeline.table(steps))
-        for line in _alignment(details, shifts):
-            print(line)
-        if arguments.output:
-            timeline.write(steps, arguments.output)
-            print(f"wrote {arguments.output}: open it at ui.perfetto.dev")
-        return 0
-
-    return _with_agents("trace", arguments, show)
-
-
-def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Sequence[AgentPages]], int]) -> int:
-    try:
-        with agents.opened(arguments) as pages:
-            return show(pages)
-    except LongshoreError as error:
-        sys.stderr.write(f"longshore {command}: {error}\n")
-        return 1
+    shifts = corrections(hosts)
+    steps = joined(details, shifts)
+    print(timeline.table(steps))
+    for line in _alignment(details, shifts):
+        print(line)
+    if arguments.output:
+        timeline.write(steps, arguments.output)
+        print(f"wrote {arguments.output}: open it at ui.perfetto.dev")
+    return 0
 
 
 def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
   longshore status llama-70b -o json     all facts, for programs
   longshore status --agent http://127.0.0.1:9470 --agent http://127.0.0.1:9471
 
-exit status: 0 if each deployment is Ready and each agent answers, else 1; of --watch 0
+exit status: 0 if each deployment is Ready and each agent answers, else 1; of --watch 0; 2 for invalid arguments
 """
 
 
@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; return 0 if all is Ready and answers, 1 if not, 0 after an interrupted --watch."""
+    """Print the status; return 0 if all is Ready and answers, 1 if not, 0 after an interrupted --watch.
+
+    Raises:
+        LongshoreError: the cluster or its deployment cannot be read.
+    """
     try:
         with interrupts_raised(), ExitStack() as stack:
             show = _printer(arguments)
@@ -74,9 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
                 show(found)
                 if not arguments.watch:
                     return int(not all(each.well for each in found))
-    except LongshoreError as error:
-        sys.stderr.write(f"longshore status: {error}\n")
-        return 1
     except InterruptedBySignal as signal:
         return 0 if arguments.watch else signal.status
 

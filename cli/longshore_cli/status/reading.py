@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from longshore_cli import agents
+from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import AgentPod, Body, Cluster
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status import facts
@@ -23,7 +24,7 @@ class Reader:
     """Reads snapshots. Keeps the last report of each agent, for the rates of the next. Closed by its ExitStack.
 
     Raises:
-        AgentPageError: the arguments contradict each other.
+        ArgumentsError: the arguments contradict each other.
         ClusterError: no cluster is known.
     """
 
@@ -33,7 +34,7 @@ class Reader:
         self._before: dict[str, Report] = {}
         self._pages = agents.at_addresses(arguments, stack)
         if arguments.all_namespaces and (self._pages is not None or self._name or arguments.namespace):
-            raise AgentPageError("--all-namespaces lists deployments: leave out their name, --namespace and --agent")
+            raise ArgumentsError("--all-namespaces lists deployments: leave out their name, --namespace and --agent")
         self._cluster = None if self._pages is not None else stack.enter_context(Cluster.connect(arguments))
 
     def read(self) -> list[Deployment]:
@@ -64,7 +65,7 @@ class Reader:
 
     def _reports(self, pages: Sequence[AgentPages]) -> list[tuple[str, Report | LongshoreError]]:
         """Return name and report of each agent, or why there is none."""
-        found = agents.answers(pages, _fetched)
+        found = agents.answers(pages, _fetched, agents.PAGES_LIMIT_S)
         # Not in the threads of `answers`: msgspec's first conversion to a type crashes if two threads make it at once.
         named = [(page.name, _report(page.name, each)) for page, each in zip(pages, found, strict=True)]
         before, self._before = self._before, {name: each for name, each in named if isinstance(each, Report)}

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from longshore_cli import cluster
-from longshore_cli.arguments import seconds, whole, wholes
+from longshore_cli import agents, cluster
+from longshore_cli.arguments import ArgumentsError, seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
@@ -42,7 +42,6 @@ TOGETHER_MAX = 32
 _WARM_UP = 1
 # A batch of `bench cluster` becomes larger until it takes this long, so that the pauses between batches count little.
 _BATCH_S = 0.5
-_EXIT_INVALID = 2
 _VERIFY_EXAMPLES = """examples:
   longshore verify llama-70b -n serving             every pair of agents of a deployment
   longshore verify llama-70b --pairs 50 -o json     50 pairs, for a program
@@ -116,7 +115,7 @@ def bench(arguments: argparse.Namespace) -> int:
     """Load pairs of agents; return 0 if no room failed, else 1."""
 
     def run(places: list[Place], _config: AgentConfig) -> int:
-        pairs = rounds(choose(*_pairs(places), count_max=len(places) ** 2))[0][: min(arguments.pairs, TOGETHER_MAX)]
+        pairs = next(rounds(choose(*_pairs(places), count_max=len(places) ** 2)))[: min(arguments.pairs, TOGETHER_MAX)]
         with _engines(places, pairs, arguments.sizes[-1], arguments.concurrency[-1], arguments.limit) as (
             engines,
             problems,
@@ -155,25 +154,17 @@ def _describe(parser: argparse.ArgumentParser, description: str, examples: str) 
 
 def _with_places(command: str, arguments: argparse.Namespace, run: Callable[[list[Place], AgentConfig], int]) -> int:
     if arguments.directory is None and not arguments.name:
-        return _refuse(command, "give the NAME of a DisaggDeployment, or --directory")
+        raise ArgumentsError("give the NAME of a DisaggDeployment, or --directory")
     if arguments.directory is not None and (
         arguments.name or arguments.namespace or arguments.context or arguments.kubeconfig
     ):
-        return _refuse(command, "--directory names agents of this machine: leave out the deployment, or --directory")
+        raise ArgumentsError("--directory names agents of this machine: leave out the deployment, or --directory")
     try:
         with interrupts_raised(), opened(arguments) as (places, config):
             return run(places, config)
     except InterruptedBySignal as error:
         sys.stderr.write(f"longshore {command}: interrupted; its test engines have ended\n")
         return error.status
-    except LongshoreError as error:
-        sys.stderr.write(f"longshore {command}: {error}\n")
-        return 1
-
-
-def _refuse(command: str, text: str) -> int:
-    sys.stderr.write(f"longshore {command}: {text}\n")
-    return _EXIT_INVALID
 
 
 def _pairs(places: Sequence[Place]) -> tuple[list[str], list[str]]:
@@ -282,21 +273,22 @@ def _as_planned(pair: Measured, planned_bytes: int) -> Measured:
 
 def _with_wires(measured: list[Measured], places: Sequence[Place], engines: Mapping[str, Engine]) -> list[Measured]:
     """Return the pairs with the ways and wires that decode's agents tell, while the instances are there."""
-    pages = {place.name: place.pages for place in places if place.decode and place.name in engines}
+    pages = {
+        place.name: place.pages
+        for place in places
+        if place.decode and place.name in engines and place.pages is not None
+    }
     told: dict[Pair, tuple[str, str]] = {}
-    complained = False
+    found = agents.answers(list(pages.values()), lambda page: page.page("/v1/status", fields=("workers",)))
+    if failures := [each for each in found if isinstance(each, LongshoreError)]:
+        sys.stderr.write(f"longshore verify: {len(failures)} agents do not tell ways and wires: {failures[0]}\n")
     instances = {
         engine.started.prefill.instance: name for name, engine in engines.items() if engine.started.prefill is not None
     }
-    for name, page in pages.items():
-        try:
-            found = page.page("/v1/status", fields=("workers",)) if page is not None else None
-        except LongshoreError as error:
-            if not complained:
-                sys.stderr.write(f"longshore verify: ways and wires are unknown: {error}\n")
-            complained = True
+    for name, answer in zip(pages, found, strict=True):
+        if answer is None or isinstance(answer, LongshoreError):
             continue
-        for worker in found[0]["workers"] if found else ():
+        for worker in answer[0]["workers"]:
             if worker["worker"].startswith(f"{engines[name].started.decode}/"):
                 for peer in worker["peers"]:
                     if peer["instance"] in instances:

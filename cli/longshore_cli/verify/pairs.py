@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -72,9 +72,9 @@ def choose(prefill: Sequence[str], decode: Sequence[str], count_max: int) -> lis
     return found[:count_max]
 
 
-def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Return all pairs in rounds, in which no agent is twice."""
-    left, found = list(pairs), []
+def rounds(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield all pairs in rounds, in which no agent is twice."""
+    left = list(pairs)
     while left:
         taken: set[str] = set()
         now: list[Pair] = []
@@ -82,10 +82,9 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
             if taken.isdisjoint(pair):
                 taken.update(pair)
                 now.append(pair)
-        found.append(now)
+        yield now
         chosen = set(now)
         left = [pair for pair in left if pair not in chosen]
-    return found
 
 
 def judge(pairs: Iterable[Measured]) -> list[Judged]:

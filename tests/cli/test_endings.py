@@ -1,0 +1,130 @@
+"""Tests how the command ends: if its reader, its user or a library is gone, and on a terminal of another encoding."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from longshore_cli.analyze import rules
+from longshore_cli.cluster import CONNECTIONS
+from longshore_cli.main import main
+
+MANIFEST = Path(__file__).parents[2] / "examples" / "llama-70b.yaml"
+COMMAND = [sys.executable, "-m", "longshore_cli.main"]
+
+
+def kubeconfig(path: Path, server: str) -> Path:
+    """Write a kubeconfig of a user without credentials."""
+    body = {
+        "current-context": "one",
+        "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+        "clusters": [{"name": "one", "cluster": {"server": server}}],
+        "users": [{"name": "one", "user": {}}],
+    }
+    path.write_text(json.dumps(body))
+    return path
+
+
+@contextmanager
+def web_server() -> Iterator[str]:
+    """Serve a page of text for each request, as a proxy does that wants a login; yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>log in")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_reader_that_ends_early_is_no_failure_of_the_command() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [*COMMAND, "analyze", "-f", str(MANIFEST)], stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writer)
+    # As the shell says of a program that SIGPIPE ended.
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(tmp_path: Path) -> None:
+    given = tmp_path / "größe.yaml"
+    given.symlink_to(MANIFEST)
+    ended = subprocess.run(
+        [*COMMAND, "analyze", "-f", str(given)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert b"gr??e.yaml" in ended.stdout and ended.stderr == b""
+
+
+def test_an_interrupt_asks_no_further_agents_and_prints_no_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        # Addresses that differ are those of several agents.
+        hosts = ["".join(letters) for letters in itertools.product("lL", "oO", "cC", "aA", "lL", ["host"])]
+        agents = [f"--agent=http://{host}:{port}" for host in hosts]
+        running = subprocess.Popen([*COMMAND, "rooms", *agents], stderr=subprocess.PIPE)
+        asked = [server.accept()[0] for _ in range(CONNECTIONS)]
+        running.send_signal(signal.SIGINT)
+        server.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        for one in asked:
+            one.close()
+        _, said = running.communicate()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert (running.returncode, said) == (130, b"")
+
+
+def test_a_server_that_is_no_api_server_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server() as url:
+        assert main(["status", "--kubeconfig", str(kubeconfig(tmp_path / "kubeconfig", url))]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{url} answered '<html>log in', as no API server does: correct the kubeconfig" in line
+
+
+def test_a_kubeconfig_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kubeconfig").write_bytes(b"caf\xe9")
+    assert main(["status", "--kubeconfig", str(tmp_path / "kubeconfig")]) == 1
+    assert "no cluster is known: 'utf-8' codec can't decode" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules._program.cache_clear()
+    for name in ("celpy", "celpy.adapter", "celpy.evaluation"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["analyze", "-f", str(MANIFEST)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longshore analyze: celpy") and line.endswith("cannot be imported: install longshore[cli]")
