@@ -24,6 +24,7 @@ from operator_process import OperatorProcess
 from test_chart import CHART, helm
 
 from longshore_cli.check import before
+from longshore_cli.main import main
 
 LIMIT_S = 60.0
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -71,7 +72,9 @@ def file(folder: Path, *documents: Body) -> str:
 
 
 @pytest.mark.usefixtures("bare")
-def test_an_empty_cluster_can_be_installed_on(plane: ControlPlane, namespace: str, tmp_path: Path) -> None:
+def test_an_empty_cluster_can_be_installed_on(
+    plane: ControlPlane, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = file(tmp_path, manifest(namespace))
     found = Checked(plane.kubeconfig, "--pre", "-f", given)
     assert (found.status, found.bad()) == (0, [])
@@ -79,6 +82,9 @@ def test_an_empty_cluster_can_be_installed_on(plane: ControlPlane, namespace: st
     assert "2 nodes of 2 with the label longshore.dev/role=prefill" in found.message("nodes.prefill")
     after = Checked(plane.kubeconfig, "-n", namespace)
     assert (after.status, {check for check, _ in after.bad()}) == (1, {"operator", "crd"})
+    assert main(["status", "--kubeconfig", str(plane.kubeconfig)]) == 1
+    line = f"{plane.server} serves no DisaggDeployment of v1alpha1: install the chart, or see `longshore check`"
+    assert capsys.readouterr().err == f"longshore status: {line}\n"
 
 
 def test_nodes_and_namespaces_that_do_not_suit_are_named(plane: ControlPlane, namespace: str, tmp_path: Path) -> None:
@@ -112,6 +118,7 @@ def test_nodes_and_namespaces_that_do_not_suit_are_named(plane: ControlPlane, na
     assert "RuntimeClass nvidia is not there" in found.message("runtimeclass", "/one")
     for one in (found, with_level):
         assert one.state("podsecurity") == "error" and 'violates PodSecurity "restricted' in one.message("podsecurity")
+        assert "ask for this right" not in one.message("podsecurity")
     assert admitted.state("podsecurity") == "ok"
     # A dry run keeps no pod.
     assert plane.kubectl("get", "pods", "-n", namespace, "-o", "name") == ""
@@ -159,6 +166,9 @@ def test_the_owner_of_a_namespace_can_install_the_chart_for_it(
     user = kubeconfig_of(plane, namespace, tmp_path, {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]})
     words = ("--pre", "--operator-namespace", namespace)
     assert Checked(user, *words).state("cluster", "rights") == "error"
+    # One may be in a namespace where this user may not look.
+    nowhere = Checked(user, "--operator-namespace", namespace)
+    assert (nowhere.state("operator"), "at the cluster scope" in nowhere.message("operator")) == ("warning", True)
     found = Checked(user, *words, "--mode", "namespaced")
     assert (found.status, found.state("namespace", "rights")) == (0, "ok")
     assert "watchNodes=false" in str(found.lines)

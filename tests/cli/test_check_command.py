@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from longshore_cli import agents
-from longshore_cli.check import command
+from longshore_cli.check import command, pages, reading
 from longshore_cli.cluster import CONNECTIONS
 from longshore_cli.main import main
-from longshore_cli.status_pages import AgentPages, Page
+from longshore_cli.status_pages import AgentPageError, AgentPages, Page
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,15 @@ def test_agents_that_do_not_answer_in_time_are_given_up_and_the_others_are_kept(
         end.set()
     assert found[0] == 200
     assert all(f"silent-{n} has not answered within 0.5 s" in str(error) for n, error in enumerate(found[1:]))
+
+
+def test_an_agent_of_another_release_that_tells_less_is_named() -> None:
+    for field in (*pages.PAGE_FIELDS, *pages.WORKER_FIELDS):
+        body = scene.page(scene.worker("one"))
+        (body if field in pages.PAGE_FIELDS else body["workers"][0]).pop(field)
+        agent = AgentPages("team/llama-agent-0", lambda _, body=body: Page(200, json.dumps(body).encode()))
+        with pytest.raises(AgentPageError, match="team/llama-agent-0"):
+            reading._status(agent)
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_and_no_traceback(

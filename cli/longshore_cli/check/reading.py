@@ -17,13 +17,11 @@ from longshore_cli.check import before, definition, operators
 from longshore_cli.check.after import After
 from longshore_cli.check.before import Before, Right, Subject, Tried
 from longshore_cli.check.operators import Lease, Operator
-from longshore_cli.check.pages import Reached
+from longshore_cli.check.pages import PAGE_FIELDS, WORKER_FIELDS, Reached
 from longshore_cli.cluster import CONNECTIONS, AgentPod, Cluster, ClusterError, DeniedError, MissingError
-from longshore_cli.status_pages import AgentPages
+from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_wire import names
 
-# For the pages of all agents together. 1,000 agents take some seconds.
-PAGES_LIMIT_S = 20.0
 # Between two looks at a Lease that seems old.
 _LEASE_LOOK_S = 0.5
 # Added to the duration of a Lease, within which its holder must renew it before our eyes.
@@ -105,12 +103,12 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
     serving = () if isinstance(installed, Exception) else installed
     there = () if isinstance(pods, Exception) else pods
     running = [pod for pod in there if pod.body.get("status", {}).get("phase") == "Running" and pod.port]
-    asked = agents.answers([cluster.pages(pod) for pod in running], _status, PAGES_LIMIT_S)
+    asked = agents.answers([cluster.pages(pod) for pod in running], _status, agents.PAGES_LIMIT_S)
     return After(
         version=version,
         definition=crd.result(),
         operators=installed,
-        leases={(one.namespace, one.lease): _lease(cluster, one) for one in serving},
+        leases={(one.namespace, one.lease): _lease(cluster, one) for one in serving if one.serves(where)},
         deployments=deployments,
         pods=pods,
         reached=[Reached(pod, page) for pod, page in zip(running, asked, strict=True)],
@@ -161,7 +159,9 @@ def _operators(cluster: Cluster, namespace: str) -> list[Operator] | Exception:
     query = {"labelSelector": operators.SELECTOR}
     found = tried(lambda: cluster.listed(f"{_APPS}/deployments", query))
     if isinstance(found, DeniedError):
-        found = tried(lambda: cluster.listed(f"{_APPS}/namespaces/{quote(namespace)}/deployments", query))
+        within = tried(lambda: cluster.listed(f"{_APPS}/namespaces/{quote(namespace)}/deployments", query))
+        # If that namespace has none, one may be where the user may not look.
+        found = within or found
     return found if isinstance(found, Exception) else [operators.of(body) for body in found]
 
 
@@ -236,8 +236,12 @@ def _pod(host: Body) -> Body:
 
 
 def _status(agent: AgentPages) -> Body:
-    page = agent.page("/v1/status", fields=("workers", "unready", "version"))
+    page = agent.page("/v1/status", fields=PAGE_FIELDS)
     assert page is not None, "only a room can be unknown"
+    untold = {field for worker in page[0]["workers"] for field in WORKER_FIELDS if field not in worker}
+    if untold:
+        text = f"the agent at {agent.name} does not tell {', '.join(sorted(untold))} of its workers: update it"
+        raise AgentPageError(text)
     return dict(page[0])
 
 
