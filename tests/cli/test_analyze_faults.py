@@ -12,9 +12,9 @@ import yaml
 from manifest_cases import BAD, CHANGES, GOOD, Body, broken_limits, changed, crd, places
 
 from longshore_cli.analyze import definition
-from longshore_cli.analyze.documents import Document
 from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Options, inspect
+from longshore_cli.documents import Document
 from longshore_wire.crossover import WHOLE_PAGES
 
 ROOT = Path(__file__).parents[2]

@@ -50,6 +50,11 @@ def test_a_file_may_have_several_documents_of_several_kinds(tmp_path: Path) -> N
     assert "spec.transfer.wires" in found[2].faults[0]
     path.write_text(json.dumps(scene.deployment()))
     assert [one.name for one in command._documents(path)] == ["llama"]
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": [scene.deployment()]}))
+    assert [one.name for one in command._documents(path)] == ["llama"]
+    path.write_text("kind: DisaggDeployment\nmetadata: [")
+    (unreadable,) = command._documents(path)
+    assert unreadable.spec is None and unreadable.faults[0].startswith(f"{path}: ")
 
 
 def test_a_file_without_a_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

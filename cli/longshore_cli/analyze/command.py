@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
-from longshore_cli.analyze.documents import FILE_BYTES_MAX, Document, Found, read
 from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Analysis, Options, counts, inspect
 from longshore_cli.analyze.report import as_json, table
 from longshore_cli.analyze.sizes import CPU, GPU
 from longshore_cli.arguments import whole
+from longshore_cli.documents import FILE_BYTES_MAX, Document, Found, read
 from longshore_wire import crossover, names
 from longshore_wire.errors import ConfigError
 

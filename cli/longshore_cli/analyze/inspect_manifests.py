@@ -12,9 +12,9 @@ import msgspec
 from longshore_cli.analyze import definition
 from longshore_cli.analyze.advice import warnings
 from longshore_cli.analyze.changes import Effect, effects
-from longshore_cli.analyze.documents import Document
 from longshore_cli.analyze.findings import By, Finding, Severity, error
 from longshore_cli.analyze.sizes import Sizes, device_of, sizes
+from longshore_cli.documents import Document
 from longshore_wire import agent_pods, manifest, names
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.crossover import Crossover

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from longshore_cli import cluster
 from longshore_cli.arguments import ArgumentsError
@@ -14,9 +14,9 @@ from longshore_cli.check import after, before, reading
 from longshore_cli.check.before import Subject
 from longshore_cli.check.lines import Line, as_json, error, failed, table
 from longshore_cli.cluster import Cluster, ClusterError
+from longshore_cli.documents import Found, read
 from longshore_wire import manifest, names
 from longshore_wire.errors import ConfigError
-from longshore_wire.strict_document import parse
 
 EPILOG = """examples:
   longshore check --pre -f llama-70b.yaml     before an installation
@@ -25,9 +25,6 @@ EPILOG = """examples:
 
 exit status: 0 without errors, 1 with an error, 2 for invalid arguments"""
 OPERATOR_NAMESPACE = "longshore-system"
-_KIND = re.compile(rf"\bkind[\"']?\s*:\s*[\"']?{names.KIND}\b")
-# Between the documents of a YAML file.
-_NEXT_DOCUMENT = re.compile(r"^---(?:[ \t].*)?$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,22 +81,18 @@ def _documents(path: Path) -> list[Subject]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise ArgumentsError(f"-f {path}: {getattr(fault, 'strerror', None) or fault}") from fault
-    parts = [text] if text.lstrip().startswith("{") else _NEXT_DOCUMENT.split(text)
-    found = [subject for part in parts if (subject := _document(part)) is not None]
-    if not found:
+    found = Found()
+    read(text, str(path), found)
+    subjects = [_subject(each.body) for each in found.documents]
+    if found.unreadable:
+        subjects.append(Subject("", "manifest", None, tuple(found.unreadable)))
+    if not subjects:
         raise ArgumentsError(f"-f {path} has no {names.KIND}: name a file with one")
-    return found
+    return subjects
 
 
-def _document(text: str) -> Subject | None:
-    """Return the DisaggDeployment of one document; None if it is another object or empty."""
-    if not _KIND.search(text):
-        return None
-    try:
-        document = parse(text)
-    except ConfigError as fault:
-        return Subject("", "manifest", None, tuple(fault.faults))
-    metadata = document.get("metadata") if isinstance(document, dict) else None
+def _subject(document: dict[str, Any]) -> Subject:
+    metadata = document.get("metadata")
     named = metadata if isinstance(metadata, dict) else {}
     namespace, name = str(named.get("namespace") or ""), str(named.get("name") or "manifest")
     try:

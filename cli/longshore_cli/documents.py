@@ -1,4 +1,4 @@
-"""Splits files into documents and finds the DisaggDeployments in them. Called by `command`, which reads the files. Pure."""
+"""Splits files into documents and finds the DisaggDeployments in them. Pure. Called by `analyze` and `check`, which read the files."""
 
 from __future__ import annotations
 
