@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,15 @@ def test_addresses_and_a_deployment_are_not_named_together(capsys: pytest.Captur
     assert line == "--agent names agents without a cluster: leave out the deployment, or --agent"
     line = said(capsys, "--token-file", "token", status=2)
     assert line == "--token-file and --authority are for agents that --agent names: give --agent"
+
+
+def test_a_kubeconfig_that_trusts_any_certificate_makes_no_warnings(
+    plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    config = json.loads(plane.kubeconfig.read_text())
+    config["clusters"][0]["cluster"] = {"server": plane.server, "insecure-skip-tls-verify": True}
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "longshore_cli.main", "rooms", "--kubeconfig", str(path), "-n", namespace]
+    (line,) = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+    assert line.startswith(f"longshore rooms: namespace {namespace} has no pods of agents")

@@ -95,6 +95,7 @@ class Cluster:
     def connect(cls, arguments: argparse.Namespace) -> Self:
         """Open what the kubeconfig names, in a pod without one the pod's ServiceAccount. Raises ClusterError."""
         try:
+            import urllib3
             import yaml  # type: ignore[import-untyped, unused-ignore]
             from kubernetes import config
             from kubernetes.client import ApiClient, Configuration
@@ -115,6 +116,9 @@ class Cluster:
             raise ClusterError(
                 f"no cluster is known: {' '.join(str(error).split())}: set KUBECONFIG, or give --kubeconfig and --context"
             ) from error
+        if not configuration.verify_ssl:
+            # The user's kubeconfig says so. The library would warn at each request.
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         configuration.retries = False
         configuration.connection_pool_maxsize = CONNECTIONS
         return cls(ApiClient(configuration), arguments.namespace or namespace)
