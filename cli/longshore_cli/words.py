@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+_BINARY_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def binary(size_bytes: int) -> str:
+    """Return a size in the units of manifests, whose sizes are powers of two."""
+    for factor, unit in _BINARY_UNITS:
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.4g} {unit}"
+    return f"{size_bytes} bytes"
+
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural."""

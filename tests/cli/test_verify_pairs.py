@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from longshore_cli.verify.pairs import Measured, choose, is_bad, judge, quantile, rounds
-from longshore_cli.verify.report import summary, table, verify_json
+from longshore_cli.verify.report import Load, load_table, summary, table, verify_json
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.plan import plan
 
@@ -89,3 +89,8 @@ def test_quantiles_are_measured_values() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0
     assert quantile([1.0], 0.5) == 1.0
+
+
+def test_the_size_of_a_small_room_is_shown_as_it_was_asked() -> None:
+    _, line = load_table([Load(64 << 10, 1, 1, 4, 0, 0.1, 0.2, 1e6)])
+    assert line.split()[:2] == ["64", "KiB"]

@@ -12,13 +12,12 @@ from longshore_cli.analyze.changes import Effect
 from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Analysis, counts
 from longshore_cli.analyze.sizes import PairSizes, RingSizes, RoleMemory, Sizes
-from longshore_cli.words import count
+from longshore_cli.words import binary, count
 from longshore_wire import names
 
 # Rows of a table. JSON has all pairs.
 PAIRS_SHOWN_MAX = 16
 _LEFT = frozenset({0, 1})
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def as_json(analyses: Sequence[Analysis], notes: Sequence[str], unreadable: Sequence[str]) -> str:
@@ -81,7 +80,7 @@ def _pairs(pairs: Sequence[PairSizes]) -> list[str]:
             _interval(pair.layers),
             _interval(pair.heads),
             str(pair.bytes_per_token),
-            _bytes(pair.chunk_bytes),
+            binary(pair.chunk_bytes),
             str(pair.chunk_slabs or "-"),
         )
         for pair in pairs[:PAIRS_SHOWN_MAX]
@@ -91,17 +90,17 @@ def _pairs(pairs: Sequence[PairSizes]) -> list[str]:
 
 
 def _ring(ring: RingSizes) -> Iterator[str]:
-    yield f"a chunk of {ring.chunk_tokens} tokens needs {count(ring.chunk_slabs, 'slab')} ({_bytes(ring.chunk_bytes)}) of a decode rank's ring"
-    yield f"the ring ({_bytes(ring.ring_bytes)}) holds {count(ring.rooms, 'room')} of {ring.tokens} tokens ({_bytes(ring.room_bytes)} each)"
-    yield f"one room gets at most {_bytes(ring.share_bytes)} of it at a time, or one slab"
+    yield f"a chunk of {ring.chunk_tokens} tokens needs {count(ring.chunk_slabs, 'slab')} ({binary(ring.chunk_bytes)}) of a decode rank's ring"
+    yield f"the ring ({binary(ring.ring_bytes)}) holds {count(ring.rooms, 'room')} of {ring.tokens} tokens ({binary(ring.room_bytes)} each)"
+    yield f"one room gets at most {binary(ring.share_bytes)} of it at a time, or one slab"
 
 
 def _memory(memory: Sequence[RoleMemory]) -> Iterator[str]:
     for role in memory:
         kind = "lanes" if role.role == names.PREFILL else "ring"
-        each = f"{role.memories} x {_bytes(role.rank_bytes)}" if role.memories > 1 else _bytes(role.rank_bytes)
+        each = f"{role.memories} x {binary(role.rank_bytes)}" if role.memories > 1 else binary(role.rank_bytes)
         ranks = count(role.ranks_per_node, "rank")
-        yield f"{role.role} staging ({kind}): {each} a rank, {_bytes(role.node_bytes)} a node with {ranks}, in {role.place} memory"
+        yield f"{role.role} staging ({kind}): {each} a rank, {binary(role.node_bytes)} a node with {ranks}, in {role.place} memory"
 
 
 def _changes(changes: Sequence[Effect]) -> Iterator[str]:
@@ -121,10 +120,3 @@ def _interval(ends: tuple[int, int]) -> str:
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:PAIRS_SHOWN_MAX]))
     return f"{shown} and {len(ranks) - PAIRS_SHOWN_MAX} more" if len(ranks) > PAIRS_SHOWN_MAX else shown
-
-
-def _bytes(size: int) -> str:
-    for factor, unit in _UNITS:
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size} bytes"

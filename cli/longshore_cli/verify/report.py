@@ -9,12 +9,12 @@ import msgspec
 
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
+from longshore_cli.words import binary
 from longshore_wire.agent_config import AgentConfig, StagingMode
 from longshore_wire.plan import Plan, Way
 
 _HEADER = ["prefill", "decode", "way", "wire", "GB/s", "expected", "verdict"]
 _LOAD_HEADER = ["room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def load_table(loads: Sequence[Load]) -> list[str]:
     for load in loads:
         times = [f"{1000 * seconds:.2f}" if seconds else UNKNOWN for seconds in (load.p50_s, load.p99_s)]
         counts = [str(count) for count in (load.concurrency, load.pairs, load.rooms, load.failed)]
-        rows.append([f"{load.room_bytes / _MIB:.1f} MiB", *counts, *times, _speed(load.bytes_per_second)])
-    failures = [f"{load.room_bytes / _MIB:.1f} MiB x {load.concurrency}: {load.text}" for load in loads if load.text]
+        rows.append([binary(load.room_bytes), *counts, *times, _speed(load.bytes_per_second)])
+    failures = [f"{binary(load.room_bytes)} x {load.concurrency}: {load.text}" for load in loads if load.text]
     return [*aligned(rows, frozenset()), *failures]
 
 
