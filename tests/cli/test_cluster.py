@@ -51,7 +51,7 @@ def test_a_cluster_without_the_definition_is_said(tmp_path: Path) -> None:
         try:
             with _connected(tmp_path, server.server_port) as found:
                 for ask in (found.deployments, lambda: found.deployment("llama")):
-                    with pytest.raises(MissingError, match="no CRD of DisaggDeployment: install the chart"):
+                    with pytest.raises(MissingError, match="serves no DisaggDeployment of v1alpha1: install the chart"):
                         ask()
         finally:
             server.shutdown()
