@@ -70,6 +70,7 @@ NAVIGATION = {
         "Engines in pods <docs/how-to/engine-pods>",
     ],
     "When something fails": [
+        "Find what is wrong <docs/how-to/find-faults>",
         "docs/troubleshooting",
         "docs/runbooks",
         "Reasons <docs/reference/reasons>",
