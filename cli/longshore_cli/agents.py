@@ -23,16 +23,10 @@ _Answer = TypeVar("_Answer")
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    name_as_option: bool = False,
-    what: str = "agents of this DisaggDeployment (of all of the namespace)",
+    parser: argparse.ArgumentParser, what: str = "agents of this DisaggDeployment (of all of the namespace)"
 ) -> None:
-    """Declare what `opened` reads. The deployment's name is a positional argument, or else the option --deployment."""
-    if name_as_option:
-        parser.add_argument("--deployment", metavar="NAME", default="", help=what)
-    else:
-        parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help=what)
+    """Declare what `opened` reads."""
+    parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help=what)
     cluster.add_arguments(parser)
     one = parser.add_argument_group("agents by their addresses, without a cluster")
     one.add_argument(

@@ -63,6 +63,14 @@ def tp_pair(text: str, heads: int) -> tuple[int, int]:
     return found
 
 
+def duration(text: str) -> float:
+    """Parse a duration in seconds above 0."""
+    found = seconds(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: give seconds above 0")
+    return found
+
+
 def seconds(text: str) -> float:
     """Parse a duration in seconds, 0 or more."""
     try:

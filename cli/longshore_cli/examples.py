@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+# What the exit statuses of a command mean, beyond 0, 1 if it failed, and 2 for invalid arguments.
+_STATUSES = {
+    "check": "0 without errors, 1 with an error, 2 for invalid arguments",
+    "status": "0 if each deployment is Ready and each agent answers, else 1; of --watch 0; 2 for invalid arguments",
+}
 # By command; lines of a shell.
 EXAMPLES = {
     "up": (
@@ -11,16 +16,43 @@ EXAMPLES = {
         "longshore up -f examples/vllm/tiny.yaml --directory /tmp/longshore-vllm",
     ),
     "keys": ("longshore keys keys/", "LONGSHORE_KEYS_DIRECTORY=keys longshore-agent"),
-    "rooms": (
-        "longshore rooms --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470",
-        "longshore rooms --agent http://10.0.0.1:9470 --ended false -o json",
+    "analyze": (
+        "longshore analyze -f examples/llama-70b.yaml",
+        "kubectl get dgdep llama-70b -o yaml | longshore analyze -f examples/llama-70b.yaml --running -",
     ),
-    "trace": ("longshore trace room 12 --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470 -o room.json",),
+    "check": (
+        "longshore check --pre -f examples/llama-70b.yaml   # before an installation",
+        "longshore check llama-70b                          # after it: one deployment of the context's namespace",
+        "longshore check -A -o json --strict                # all deployments, for CI: a warning is a failure",
+    ),
+    "status": (
+        "longshore status                     # one line for each deployment of the namespace; -A: of all namespaces",
+        "longshore status llama-70b --watch   # the tree of one deployment, again every second",
+        "longshore status llama-70b -o json   # all facts, for programs",
+        "longshore status --agent http://127.0.0.1:9470 --agent http://127.0.0.1:9471",
+    ),
+    "verify": (
+        "longshore verify llama-70b -n serving             # every pair of agents of a deployment",
+        "longshore verify llama-70b --pairs 50 -o json     # 50 pairs, for a program",
+        "longshore verify --directory /tmp/longshore       # agents of `longshore up --directory`",
+    ),
+    "rooms": (
+        "longshore rooms llama-70b -n serving",
+        "longshore rooms --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470 --ended false -o json",
+    ),
+    "trace": (
+        "longshore trace room 12 llama-70b -n serving -o room.json",
+        "longshore trace room 12 --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470",
+    ),
     "demo": ("longshore demo --quick", "longshore demo --devices cuda:0,cuda:1", "longshore demo --pairs 4:1,2:3"),
     "bench": (
         "longshore bench transfer",
         "longshore bench rooms --rooms 100",
         "longshore bench crossover --write crossover.json",
+    ),
+    "bench cluster": (
+        "longshore bench cluster llama-70b -n serving",
+        "longshore bench cluster llama-70b --sizes 1Mi,64Mi --concurrency 1,8 --seconds 5 -o json",
     ),
     "completion": (
         "source <(longshore completion bash)        # in ~/.bashrc",
@@ -38,4 +70,5 @@ def add(parser: argparse.ArgumentParser, command: str) -> None:
             for line in EXAMPLES[command]
         ]
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+        statuses = ["", f"exit status: {_STATUSES[command]}"] if command in _STATUSES else []
+        parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines), *statuses])

@@ -173,6 +173,7 @@ def _version() -> str:
 def _bench_cluster(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{_program()} bench cluster")
     verify.add_bench_arguments(parser)
+    examples.add(parser, "bench cluster")
     return verify.bench(parser.parse_args(words))
 
 

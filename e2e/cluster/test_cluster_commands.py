@@ -20,7 +20,7 @@ def test_commands_show_a_deployment_of_the_cluster(site: Site, placed: Placed, l
     for half, role in (("source", "prefill"), ("target", "decode")):
         assert halves[half]["agent"] == f"{placed.namespace}/{placed.agent(role)} on {site.nodes[role]}"
 
-    traced = site.longshore("trace", "room", room, "--deployment", placed.name, *where)
+    traced = site.longshore("trace", "room", room, placed.name, *where)
     assert not traced.returncode, traced.stderr
     for worker in ("prefill worker 0", "decode worker 0"):
         assert f"  {worker}  " in traced.stdout

@@ -16,6 +16,7 @@ from longshore_cli import main as command
 from longshore_cli.examples import EXAMPLES
 from longshore_cli.laboratory import COMMANDS, _parts
 from longshore_cli.main import make_parser
+from longshore_cli.verify.command import add_bench_arguments
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -118,8 +119,12 @@ def test_completion_without_its_library_names_the_extra(
 
 
 def accepted(line: str) -> None:
-    _, name, *words = shlex.split(line, comments=True)
-    if name in COMMANDS:
+    _, name, *words = shlex.split(line.partition(" | longshore ")[2] or line, comments=True)
+    if [name, *words[:1]] == ["bench", "cluster"]:
+        parser = argparse.ArgumentParser()
+        add_bench_arguments(parser)
+        parser.parse_args(words[1:])
+    elif name in COMMANDS:
         parser = argparse.ArgumentParser()
         _parts(name)[0](parser)
         parser.parse_args(words)

@@ -18,19 +18,11 @@ from longshore_cli.documents import Found, read
 from longshore_wire import manifest, names
 from longshore_wire.errors import ConfigError
 
-EPILOG = """examples:
-  longshore check --pre -f llama-70b.yaml     before an installation
-  longshore check llama-70b                   after it: one deployment of the context's namespace
-  longshore check -A -o json --strict         all deployments, for CI: a warning is a failure
-
-exit status: 0 without errors, 1 with an error, 2 for invalid arguments"""
 OPERATOR_NAMESPACE = "longshore-system"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
     parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help="check only this DisaggDeployment")
     parser.add_argument("--pre", action="store_true", help="check whether Longshore can be installed")
     parser.add_argument("-f", "--file", type=Path, help="with --pre: manifests of the DisaggDeployments to come")

@@ -35,7 +35,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     room = subjects.add_parser("room", help="the timeline of one room in all its processes")
     room.add_argument("room", type=whole(0), metavar="ID", help="the room's number")
-    agents.add_arguments(room, name_as_option=True)
+    agents.add_arguments(room)
     room.add_argument("--instance", help="the prefill instance, if several have a room of this number")
     room.add_argument("-o", "--output", type=new_file, help="write the timeline to this file, for ui.perfetto.dev")
 

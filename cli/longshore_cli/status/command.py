@@ -22,18 +22,6 @@ from longshore_wire.errors import LongshoreError, Reason
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_EXAMPLES = """examples:
-  longshore status                       one line for each deployment of the namespace
-  longshore status -A                    the same for all namespaces
-  longshore status llama-70b             the tree of one deployment
-  longshore status llama-70b --watch     the same, again every second
-  longshore status llama-70b -o json     all facts, for programs
-  longshore status --agent http://127.0.0.1:9470 --agent http://127.0.0.1:9471
-
-exit status: 0 if each deployment is Ready and each agent answers, else 1; of --watch 0; 2 for invalid arguments
-"""
-
-
 # Agents answer within milliseconds, and rates over a shorter time are those of single slabs.
 _INTERVAL_MIN_S = 0.1
 
@@ -54,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=_interval, default=1.0, metavar="S", help="seconds between two reads, which rates cover (1)"
     )
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLES
 
 
 def run(arguments: argparse.Namespace) -> int:

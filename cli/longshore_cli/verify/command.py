@@ -15,7 +15,7 @@ from statistics import median
 from typing import TypeVar
 
 from longshore_cli import agents, cluster
-from longshore_cli.arguments import ArgumentsError, seconds, whole, wholes
+from longshore_cli.arguments import ArgumentsError, duration, seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
@@ -42,15 +42,6 @@ TOGETHER_MAX = 32
 _WARM_UP = 1
 # A batch of `bench cluster` becomes larger until it takes this long, so that the pauses between batches count little.
 _BATCH_S = 0.5
-_VERIFY_EXAMPLES = """examples:
-  longshore verify llama-70b -n serving             every pair of agents of a deployment
-  longshore verify llama-70b --pairs 50 -o json     50 pairs, for a program
-  longshore verify --directory /tmp/longshore       agents of `longshore up --directory`
-"""
-_BENCH_EXAMPLES = """examples:
-  longshore bench cluster llama-70b -n serving
-  longshore bench cluster llama-70b --sizes 1Mi,64Mi --concurrency 1,8 --seconds 5 -o json
-"""
 
 RoomIds = Iterator[int]
 Work = TypeVar("Work")
@@ -59,7 +50,7 @@ Result = TypeVar("Result")
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verify` reads."""
-    _describe(parser, "Move rooms of test bytes between every pair of agents, and compare them.", _VERIFY_EXAMPLES)
+    _describe(parser, "Move rooms of test bytes between every pair of agents, and compare them.")
     parser.add_argument("--size", type=_size, default=16 << 20, help="bytes of a room, rounded up to pages (16Mi)")
     parser.add_argument("--repeats", type=_repeats, default=3, help="timed rooms of each pair, after a first one (3)")
     parser.add_argument("--pairs", type=whole(1), default=500, help="at most this many, spread over all agents (500)")
@@ -71,7 +62,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench` reads."""
-    _describe(parser, "Load pairs of running agents with rooms of test bytes, each agent once.", _BENCH_EXAMPLES)
+    _describe(parser, "Load pairs of running agents with rooms of test bytes, each agent once.")
     parser.add_argument("--sizes", type=_sizes, default=[1 << 20, 16 << 20], help="bytes of a room (1Mi,16Mi)")
     parser.add_argument("--concurrency", type=wholes, default=[1, 4], help="rooms of each pair at a time (1,4)")
     parser.add_argument("--seconds", type=seconds, default=3.0, help="of each size and concurrency (3)")
@@ -89,7 +80,7 @@ def verify(arguments: argparse.Namespace) -> int:
         pairs = choose(*all_pairs, arguments.pairs)
         pair_count = len(all_pairs[0]) * len(all_pairs[1])
         rooms = itertools.count(ROOM_FIRST)
-        with _engines(places, pairs, arguments.size, 1, arguments.limit) as (engines, problems):
+        with _engines(places, pairs, arguments.size, 1, arguments.timeout) as (engines, problems):
             measured: list[Measured] = []
             for now in rounds(pairs):
                 flips = arguments.flip_byte and not measured
@@ -116,7 +107,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
     def run(places: list[Place], _config: AgentConfig) -> int:
         pairs = next(rounds(choose(*_pairs(places), count_max=len(places) ** 2)))[: min(arguments.pairs, TOGETHER_MAX)]
-        with _engines(places, pairs, arguments.sizes[-1], arguments.concurrency[-1], arguments.limit) as (
+        with _engines(places, pairs, arguments.sizes[-1], arguments.concurrency[-1], arguments.timeout) as (
             engines,
             problems,
         ):
@@ -137,15 +128,14 @@ def bench(arguments: argparse.Namespace) -> int:
     return _with_places("bench cluster", arguments, run)
 
 
-def _describe(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
-    parser.description, parser.epilog = description, examples
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _describe(parser: argparse.ArgumentParser, description: str) -> None:
+    parser.description = description
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="the DisaggDeployment")
     cluster.add_arguments(parser)
     parser.add_argument("--directory", type=Path, help="instead: agents that `longshore up` runs in this directory")
     parser.add_argument(
-        "--limit",
-        type=seconds,
+        "--timeout",
+        type=duration,
         default=60.0,
         help="seconds for a test engine's start, and for the rooms of a pair (60)",
     )

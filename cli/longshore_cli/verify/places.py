@@ -24,7 +24,7 @@ from longshore_cli.cluster import AgentPod, Cluster
 from longshore_cli.status_pages import AgentPages
 from longshore_wire import agent_config, manifest
 from longshore_wire.agent_config import AgentConfig
-from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.errors import ConfigError, LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
 from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started
 
@@ -169,7 +169,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[list[Place], AgentCo
     with ExitStack() as stack:
         if arguments.directory is not None:
             places = [_local(path, stack) for path in _directories(arguments.directory)]
-            config = agent_config.load((arguments.directory / "config.json").read_bytes())
+            config = _config(arguments.directory / "config.json")
         else:
             found = stack.enter_context(Cluster.connect(arguments))
             config = manifest.read(found.deployment(arguments.name)).agent_config()
@@ -189,6 +189,13 @@ def _in_pod(cluster: Cluster, pod: AgentPod) -> Place:
         pages=cluster.pages(pod),
         problem="" if pod.ready else f"pod {pod.name} is not ready: `kubectl describe pod {pod.name}` says why",
     )
+
+
+def _config(path: Path) -> AgentConfig:
+    try:
+        return agent_config.load(path.read_bytes())
+    except (OSError, ConfigError) as error:
+        raise VerifyError(f"{path}: {error}: name a directory of a `longshore up` of this release that runs") from error
 
 
 def _directories(directory: Path) -> list[Path]:
