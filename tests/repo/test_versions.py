@@ -34,6 +34,9 @@ def stated(root: Path) -> dict[str, set[str]]:
     for name in ("Dockerfile.agent", "Dockerfile.operator"):
         found[name] = set(re.findall(r"^ARG VERSION=(.*)$", (root / name).read_text(), re.MULTILINE))
     found["README.md"] = set(re.findall(r"^Version (\d+\.\d+\.\d+)", (root / "README.md").read_text(), re.MULTILINE))
+    for path in ("crds", "charts/longshore/files", "cli/longshore_cli/analyze"):
+        definition = yaml.safe_load((root / path / "disaggdeployments.longshore.dev.yaml").read_text())
+        found[f"{path}: CRD"] = {definition["metadata"]["labels"]["app.kubernetes.io/version"]}
     for path in file_paths():
         if not str(path).startswith(PAST) and path != Path("tests/repo/test_versions.py"):
             tags = set(IMAGE.findall((root / path).read_text(errors="replace")))
@@ -124,6 +127,18 @@ def test_a_release_has_its_version_everywhere_a_dated_changelog_its_packages_and
         assert yaml.safe_load(chart)["appVersion"] == NEW
         assert "longshore/files/disaggdeployments.longshore.dev.yaml" in archive.getnames()
     assert "the changelog's newest section is empty" in release(tree, "99.2.0").stderr
+
+
+@pytest.mark.slow
+def test_a_release_that_cannot_be_built_leaves_neither_commit_nor_tag(tree: Path) -> None:
+    project_file = tree / "pyproject.toml"
+    project_file.write_text(project_file.read_text().replace('readme = "README.md"', 'readme = "none.md"'))
+    git(tree, "commit", "--quiet", "--all", "--message", "break the build")
+    before = git(tree, "rev-parse", "HEAD")
+    done = release(tree, NEW, "--tag")
+    assert done.returncode
+    assert "none.md" in done.stdout + done.stderr
+    assert (git(tree, "rev-parse", "HEAD"), git(tree, "tag"), git(tree, "status", "--porcelain")) == (before, "", "")
 
 
 def dirty(root: Path) -> None:
