@@ -59,6 +59,11 @@ def test_a_user_is_told_which_right_is_missing(
 
     plane.kubectl("-n", namespace, "create", "role", READER, "--verb=get,list", "--resource=pods")
     plane.kubectl("-n", namespace, "create", "rolebinding", READER, f"--role={READER}", f"--user={READER}")
+    # One who may not list deployments is told at least that this one is not there.
+    plane.kubectl("-n", namespace, "create", "role", "getter", "--verb=get", "--resource=disaggdeployments")
+    plane.kubectl("-n", namespace, "create", "rolebinding", "getter", "--role=getter", f"--user={READER}")
+    line = said(capsys, "llama", "--kubeconfig", kubeconfig, "-n", namespace)
+    assert line.endswith("has no DisaggDeployment llama: correct the name, or give -n NAMESPACE")
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -167,8 +167,11 @@ class Cluster:
         try:
             return self.get(f"{_within(DEPLOYMENTS, self.namespace, names.PLURAL)}/{quote(name)}")
         except MissingError as error:
-            others = [body["metadata"]["name"] for body in self.deployments()]
-            there = f"it has {', '.join(others)}" if others else "it has none: give -n NAMESPACE"
+            try:
+                others = [body["metadata"]["name"] for body in self.deployments()]
+                there = f"it has {', '.join(others)}" if others else "it has none: give -n NAMESPACE"
+            except DeniedError:
+                there = "correct the name, or give -n NAMESPACE"
             raise MissingError(f"namespace {self.namespace} has no {names.KIND} {name}: {there}") from error
 
     def agents(self, deployment: str = "", namespace: str | None = None) -> list[AgentPod]:

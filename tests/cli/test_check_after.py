@@ -370,6 +370,10 @@ def test_agents_of_an_earlier_release_do_not_tell_limits() -> None:
     old = page()
     del old["node_facts"]
     assert said("limits", old).state is State.WARNING
+    assert said("limits", page(), old).message.startswith("not checked on n-1: ")
+    # The limits of the others are told nevertheless.
+    few = said("descriptors", page(node_facts=scene.NodeFacts(descriptors=1024)), old)
+    assert few.state is State.WARNING and "n-0 (1024)" in few.message
     assert FACTS.descriptors >= pages.DESCRIPTORS_MIN
 
 

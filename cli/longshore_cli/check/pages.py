@@ -324,22 +324,23 @@ def _peer_access(section: str, on_gpus: Sequence[_Worker]) -> Line:
 
 def _limits(section: str, answers: Sequence[tuple[AgentPod, Body]], spec: Spec) -> list[Line]:
     facts = {agent.node: page["node_facts"] for agent, page in answers if "node_facts" in page}
-    if len(facts) < len(answers):
-        text = (
-            f"{count(len(answers) - len(facts), 'agent')} of an earlier release do not tell the limits of their nodes"
-        )
-        return [warning(section, "limits", f"not checked: {text}", "update them", _LIMITS)]
+    said = []
+    if old := sorted({agent.node for agent, _ in answers} - facts.keys()):
+        text = f"not checked on {some(old)}: agents of an earlier release do not tell the limits of their nodes"
+        said.append(warning(section, "limits", text, "update them", _LIMITS))
+    if not facts:
+        return said
     few = [
         f"{node} ({found['descriptors']})" for node, found in facts.items() if found["descriptors"] < DESCRIPTORS_MIN
     ]
-    said = [
+    said.append(
         warning(
             section, "descriptors", f"agents may open fewer than {DESCRIPTORS_MIN} files: {some(few)}",
             "raise the limit of the container runtime (LimitNOFILE)", _LIMITS,
         )
         if few
         else ok(section, "descriptors", f"agents may open {min(f['descriptors'] for f in facts.values())} files or more")
-    ]  # fmt: skip
+    )  # fmt: skip
     staging = max(spec.decode.staging.pool_size, spec.prefill.staging.lanes * spec.prefill.staging.buffer_size)
     with_rdma = {node: found for node, found in facts.items() if found["infiniband"]}
     locked = [
