@@ -122,11 +122,12 @@ bench-sglang: install ## compare Longshore with SGLang's own NIXL backend in one
 bench-sglang-gpu: $(if $(GPU_PYTHON),,install) ## compare the same on two GPUs in one run, also with SGLang's staging buffer
 	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/sglang_on_gpus.py --json build/sglang-gpu.json $(GPU_OPTIONS)
 
-reference: install ## regenerate the reference pages of settings, metrics, faults, HTTP and the command line
+reference: install ## regenerate the reference pages, the digest in the CRD and its copies
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md
 	$(BIN)/python -m longshore_agent.status.metrics >docs/reference/metrics.md
 	$(BIN)/python tests/agent/fault_table.py >docs/reference/faults.md
 	$(BIN)/python tests/repo/reference_pages.py
+	$(BIN)/python -m longshore_operator.reference
 
 # A dead link, or a page that Sphinx cannot read, is an error.
 docs: install ## build the documentation as a site, build/docs/site/index.html
