@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from controlplane import binaries
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+CHART = ROOT / "charts" / "longshore"
+_RENDER_LIMIT_S = 120.0
 CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
 
 Body = dict[str, Any]
@@ -51,6 +56,17 @@ def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
         "metadata": {"name": name, "namespace": namespace},
         "spec": base | spec,
     }
+
+
+def rendered_chart(*arguments: str) -> list[Body]:
+    """Return the objects of the chart's release `longshore`, rendered with these arguments of `helm template`.
+
+    Raises:
+        CalledProcessError: Helm refuses them.
+    """
+    command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_RENDER_LIMIT_S)
+    return [body for body in yaml.safe_load_all(done.stdout) if body]
 
 
 def to_text(document: object) -> str:

@@ -17,10 +17,9 @@ from controlplane import binaries
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import CRD, ROOT, Deployments
+from deployments import CHART, CRD, Deployments
 from operator_process import OperatorProcess
 
-CHART = ROOT / "charts" / "longshore"
 HELM_LIMIT_S = 180.0
 MODES = ("cluster", "namespaced")
 pytestmark = pytest.mark.usefixtures("nodes")

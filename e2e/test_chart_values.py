@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from controlplane import binaries
-from deployments import ROOT, VERSION
+from deployments import CHART, VERSION, rendered_chart
 
-CHART = ROOT / "charts" / "longshore"
-LIMIT_S = 120.0
 Body = dict[str, Any]
 Objects = dict[tuple[str, str], Body]
 OPERATOR = "longshore-operator"
@@ -26,10 +23,7 @@ AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
 @functools.cache
 def rendered(*arguments: str) -> Objects:
     """Return the objects that the chart installs with these values, by kind and name."""
-    command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4", *arguments]
-    command.append(f"--api-versions=admissionregistration.k8s.io/v1beta1/{INJECTION}")
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
-    found = [entry for entry in yaml.safe_load_all(done.stdout) if entry]
+    found = rendered_chart(*arguments, f"--api-versions=admissionregistration.k8s.io/v1beta1/{INJECTION}")
     return {(entry["kind"], entry["metadata"]["name"]): entry for entry in found}
 
 
@@ -353,11 +347,9 @@ def test_injection_takes_the_newest_version_and_is_refused_where_the_api_server_
     newer = rendered("--set=inject.enabled=true", f"--api-versions=admissionregistration.k8s.io/v1/{INJECTION}")
     versions = {body["apiVersion"] for (kind, _), body in newer.items() if "Admission" in kind}
     assert versions == {"admissionregistration.k8s.io/v1"}
-    command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4"]
-    command.append("--set=inject.enabled=true")
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode != 0
-    assert "inject.enabled: this API server serves no MutatingAdmissionPolicy" in done.stderr
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        rendered_chart("--set=inject.enabled=true")
+    assert "inject.enabled: this API server serves no MutatingAdmissionPolicy" in caught.value.stderr
 
 
 def test_a_deployment_and_a_namespace_whose_names_are_words_of_yaml_are_verified() -> None:

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
-from controlplane import binaries
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
-from deployments import CRD, Deployments, install_definition, manifest, to_text
+from deployments import CHART, CRD, Deployments, install_definition, manifest, rendered_chart, to_text
 from operator_process import OperatorProcess
-from test_chart import CHART, helm
+from test_chart import helm
 
 from longshore_cli.check import before
 from longshore_cli.main import main
@@ -181,20 +180,9 @@ def test_the_owner_of_a_namespace_can_install_the_chart_for_it(
 
 @pytest.mark.parametrize("mode", ["cluster", "namespaced"])
 def test_the_rights_to_ask_for_are_those_of_the_charts_objects(mode: str) -> None:
-    command = [
-        str(binaries.find("helm")),
-        "template",
-        "longshore",
-        str(CHART),
-        f"--set=mode={mode}",
-        "--no-hooks",
-        "--kube-version=1.34.4",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     made = {
         (body["apiVersion"].rpartition("/")[0], _plural(body["kind"]))
-        for body in yaml.safe_load_all(done.stdout)
-        if body
+        for body in rendered_chart(f"--set=mode={mode}", "--no-hooks")
     }
     asked = {(right.group, right.resource) for right in before.wanted(mode, "x") if right.verb == "create"}
     # Helm's record of the release, and `--create-namespace`.

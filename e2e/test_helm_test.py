@@ -11,8 +11,9 @@ import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.process_node import ProcessNode
 from controlplane.waiting import until
+from deployments import CHART
 from real_agents import process_node
-from test_chart import CHART, helm
+from test_chart import helm
 
 LIMIT = "--timeout=150s"
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import Deployments, to_text
+from deployments import CHART, Deployments, to_text
 from example_pods import Body, example, moved, pods, without_settings
 from operator_process import OperatorProcess
-from test_chart import CHART, helm
+from test_chart import helm
 
 from longshore_wire.names import HTTP_PORT
 

@@ -12,9 +12,9 @@ import pytest
 from controlplane import binaries
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import Deployments, to_text
+from deployments import CHART, Deployments, to_text
 from operator_process import Start
-from test_chart import CHART, MODES, helm
+from test_chart import MODES, helm
 
 LIMIT_S = 60.0
 # kube-score's grade of a check that found nothing.

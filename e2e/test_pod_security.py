@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
 from typing import Any
 
 import pytest
-import yaml
-from controlplane import binaries
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import ROOT, Deployments, to_text
+from deployments import CHART, ROOT, Deployments, rendered_chart, to_text
 from example_pods import Body, pod_of, pods
-from test_chart import CHART
 
 LABEL = "pod-security.kubernetes.io/enforce"
 LEVELS = ("privileged", "baseline", "restricted")
-LIMIT_S = 120.0
 pytestmark = pytest.mark.usefixtures("operator")
 
 
@@ -73,18 +68,8 @@ def test_the_examples_engine_is_restricted_but_for_that_folder(plane: ControlPla
 
 
 def test_the_operator_and_its_tests_are_restricted(plane: ControlPlane, namespace: str) -> None:
-    command = [
-        str(binaries.find("helm")),
-        "template",
-        "longshore",
-        str(CHART),
-        "-n",
-        namespace,
-        "--kube-version=1.34.4",
-        "--set=test.verify.deployment=llama",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
-    made = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] in {"Deployment", "Job"}]
+    objects = rendered_chart("-n", namespace, "--set=test.verify.deployment=llama")
+    made = [body for body in objects if body["kind"] in {"Deployment", "Job"}]
     assert [body["kind"] for body in made] == ["Deployment", "Job", "Job"]
     for body in made:
         pod = pod_of(body)

@@ -10,10 +10,10 @@ import yaml
 from controlplane import binaries
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import Deployments
+from deployments import CHART, Deployments
 from operator_process import Start
 from prometheus_server import RULES
-from test_chart import CHART, helm
+from test_chart import helm
 
 pytestmark = pytest.mark.usefixtures("nodes")
 

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import base64
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from controlplane import binaries
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
-from deployments import manifest, to_text
-from test_chart import CHART
+from deployments import manifest, rendered_chart, to_text
 
 from longshore_cli.main import main
 
 NAME = "longshore-operator-verify"
-LIMIT_S = 60.0
 
 
 def agent(role: str) -> dict[str, Any]:
@@ -36,18 +32,8 @@ def agent(role: str) -> dict[str, Any]:
 @pytest.fixture
 def account(plane: ControlPlane, namespace: str) -> Iterator[Path]:
     """A kubeconfig of the Job's ServiceAccount with the chart's rights for it, and a deployment with two agents."""
-    command = [
-        str(binaries.find("helm")),
-        "template",
-        "longshore",
-        str(CHART),
-        "-n",
-        namespace,
-        "--kube-version=1.34.4",
-    ]
-    command.append("--set=test.verify.deployment=llama")
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
-    made = [body for body in yaml.safe_load_all(done.stdout) if body and body["metadata"]["name"] == NAME]
+    objects = rendered_chart("-n", namespace, "--set=test.verify.deployment=llama")
+    made = [body for body in objects if body["metadata"]["name"] == NAME]
     for body in made:
         if body["kind"] != "Job":
             plane.kubectl("apply", "-f", "-", stdin=to_text(body))

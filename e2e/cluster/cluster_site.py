@@ -23,10 +23,9 @@ from controlplane.image_store import images_folder
 from controlplane.network import enter_own_network
 from controlplane.real_cluster import RealCluster
 from controlplane.real_node import RealNode, missing_rights
-from deployments import ROOT, VERSION
+from deployments import CHART, ROOT, VERSION
 
 ROLE = "longshore.dev/role"
-CHART = ROOT / "charts" / "longshore"
 SYSTEM = "longshore-system"
 RELEASE = "longshore"
 _POD_SECURITY = "pod-security.kubernetes.io/enforce"
