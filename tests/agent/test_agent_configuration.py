@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from refused_start import refused_start
 
 from longshore_agent.control import curve
 from longshore_agent.main import main
@@ -139,17 +138,7 @@ def _refusal(directory: Path, **settings: str) -> str:
     """Run an agent with keys, and a token in its standard input; it must end with 2; return its message."""
     curve.write(curve.generate(), directory)
     settings |= {"RUN_DIRECTORY": str(directory / "run"), "KEYS_DIRECTORY": str(directory)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "longshore_agent.main"],
-        env={f"LONGSHORE_{name}": value for name, value in settings.items()} | {"PYTHONPATH": ":".join(sys.path)},
-        input="s3cret\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 2
-    return ended.stderr
+    return refused_start({f"LONGSHORE_{name}": value for name, value in settings.items()}, stdin="s3cret\n")
 
 
 def test_a_setting_that_lacks_its_other_half_is_shown_as_empty(refused) -> None:

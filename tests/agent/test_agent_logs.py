@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from agent_fleet import World
 from agent_world import DEPLOYMENT, EVENT_LIMIT_S, Agent, Engine, Request, wait_for
+from refused_start import refused_start
 
 from longshore_agent.logs import _JsonFormatter
 from longshore_client import Half
@@ -113,16 +114,7 @@ def test_every_line_of_every_process_is_one_object_with_time_level_logger_proces
 
 def test_an_agent_that_cannot_start_says_why_in_the_form_that_was_asked_for() -> None:
     settings = {"LONGSHORE_LOG_FORMAT": "json", "LONGSHORE_BACKEND": "Nothing", "LONGSHORE_NODES": "x"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "longshore_agent.main"],
-        env={**settings, "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 2
-    said = [json.loads(line) for line in ended.stderr.splitlines()]
+    said = [json.loads(line) for line in refused_start(settings).splitlines()]
     assert [line["message"].partition(":")[0] for line in said] == ["LONGSHORE_BACKEND", "LONGSHORE_NODES"]
     assert {line["level"] for line in said} == {"error"}
 
