@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 # Of the library, which logs each request that fails: up to four a second and worker.
 _library_log = logging.getLogger("opentelemetry.exporter")
 
-# Reports that wait: of 100 steps and some 10 KB each.
+# Reports that wait: of at most 100 steps each, usually some 10 KB; a datagram of 64 KiB at most.
 REPORTS_MAX = 1024
 # Spans of one request to the collector, about 1 MB.
 _BATCH_SPANS_MAX = 4096
