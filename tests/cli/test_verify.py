@@ -18,6 +18,7 @@ from left_behind import marked
 
 from longshore_cli.main import main
 from longshore_cli.up.fleet import Fleet, members_of, scaled
+from longshore_cli.verify import places
 from longshore_cli.verify.command import _move
 from longshore_cli.verify.places import LocalProgram, Place, VerifyError
 from longshore_wire import manifest
@@ -78,6 +79,29 @@ def test_every_pair_moves_its_bytes_with_way_and_wire_and_nothing_is_left(
         assert each["room_bytes"] == 256 << 10
         assert each["bytes_per_second"] > 0
     wait_for_none(lambda: left(fleet))
+
+
+def test_the_memory_of_the_pages_is_shown_and_chosen(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as change:
+        change.setattr(places, "_MODULE", "pretended_gpu_engine")
+        change.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+        assert main(words(fleet, "--size", "64Ki", "--repeats", "1")) == 0
+        assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:4]] == ["memory"] + 2 * ["gpu->host"]
+        assert main(words(fleet, "--size", "64Ki", "--repeats", "1", "--memory", "host", "-o", "json")) == 0
+        assert [each["memory"] for each in json.loads(capsys.readouterr().out)["pairs"]] == ["host", "host"]
+        more = ["--sizes", "64Ki", "--concurrency", "1", "--seconds", "0"]
+        assert main(words(fleet, *more, command="bench cluster")) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[0] == "gpu->host"
+
+
+def test_gpus_that_are_wanted_and_missing_are_named(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(fleet, "--memory", "gpu")) == 1
+    out = capsys.readouterr().out
+    assert "prefill-0 -> decode-1: UNSUPPORTED: prefill-0: the agent's pod sees no GPU: set agents.gpuAccess" in out
+    assert out.splitlines()[-1] == "0 of 2 pairs moved every byte right; 2 untested"
+    assert left(fleet) == []
 
 
 def test_a_wrong_byte_is_found_in_its_pair_alone(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:

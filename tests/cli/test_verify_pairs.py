@@ -55,6 +55,9 @@ def test_the_first_round_of_many_agents_is_there_before_the_others_are_made() ->
     assert iter(found) is found and len(next(found)) == 100
 
 
+FAST_AND_SLOW_MEMORY = 3 * [(10e9, "gpu")] + 3 * [(1e9, "host")]
+
+
 def layout(tp: int, page_size: int) -> KVLayout:
     return KVLayout(ModelShape(2, 4, 32, 4), Parallel(tp=tp), page_size)
 
@@ -71,6 +74,11 @@ def test_a_pair_below_half_of_its_wires_median_is_slow_and_named_with_both_nodes
     lines = table(judged)
     assert any(line.startswith("p -> d3: slow: 4.90 GB/s") and "over RDMA" in line for line in lines)
     assert summary(judged, 9) == "5 of 9 pairs moved every byte right; 1 slow, 4 left out: give --pairs 9 for all"
+
+
+def test_pairs_of_other_memory_have_another_expectation() -> None:
+    judged = judge([pair(number, speed, memory=memory) for number, (speed, memory) in enumerate(FAST_AND_SLOW_MEMORY)])
+    assert [(each.verdict, each.expected) for each in judged] == 3 * [("ok", 10e9)] + 3 * [("ok", 1e9)]
 
 
 def test_a_failed_pair_is_no_measurement_and_says_why() -> None:
@@ -92,5 +100,5 @@ def test_quantiles_are_measured_values() -> None:
 
 
 def test_the_size_of_a_small_room_is_shown_as_it_was_asked() -> None:
-    _, line = load_table([Load(64 << 10, 1, 1, 4, 0, 0.1, 0.2, 1e6)])
-    assert line.split()[:2] == ["64", "KiB"]
+    _, line = load_table([Load("host", 64 << 10, 1, 1, 4, 0, 0.1, 0.2, 1e6)])
+    assert line.split()[:3] == ["host", "64", "KiB"]

@@ -39,13 +39,26 @@ def test_rooms_are_whole_pages_of_both_sides() -> None:
 
 def test_the_need_grows_with_ranks_places_and_tokens_and_not_with_the_declared_staging() -> None:
     tokens = room_tokens(CONFIG, 16 * MIB)
-    prefill = needed_bytes(CONFIG, start(), tokens)
+    prefill = needed_bytes(CONFIG, start(), tokens, "host")
     # Eight workers of 100 MiB, and eight shares of pages and content.
     assert 8 * 100 * MIB < prefill < 1500 * MIB
-    decode = needed_bytes(CONFIG, start(prefill=False, decode=True), tokens)
+    decode = needed_bytes(CONFIG, start(prefill=False, decode=True), tokens, "host")
     assert TEST_RING_BYTES_MAX + 100 * MIB < decode < CONFIG.decode.staging.pool_size
-    more = needed_bytes(CONFIG, start(prefill=False, decode=True, room_count=4), tokens)
+    more = needed_bytes(CONFIG, start(prefill=False, decode=True, room_count=4), tokens, "host")
     assert more - decode == 3 * tokens * CONFIG.decode.layout(CONFIG.model).token_bytes
+
+
+def test_pages_and_staging_on_gpus_are_no_host_memory_and_their_processes_need_more() -> None:
+    for halves in ({}, {"prefill": False, "decode": True}):
+        small, large = room_tokens(CONFIG, MIB), room_tokens(CONFIG, 64 * MIB)
+        needs = {
+            kind: [needed_bytes(CONFIG, start(**halves), tokens, kind) for tokens in (small, large)]
+            for kind in ("host", "gpu")
+        }
+        content_bytes = (large - small) * 80 * 8 * 2 * 128 * 2
+        assert needs["gpu"][1] - needs["gpu"][0] == content_bytes
+        assert needs["host"][1] - needs["host"][0] == 2 * content_bytes
+        assert needs["gpu"][0] > needs["host"][0]
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -60,9 +73,9 @@ def test_the_limit_of_a_container_counts_without_the_cache_that_the_kernel_drops
     usage.write_text(f"{500 * MIB}\n")
     statistics.write_text(f"anon 7\n{cache} {100 * MIB}\n")
     limit.write_text(f"{4096 * MIB}\n")
-    require(CONFIG, start(), tokens)
+    require(CONFIG, start(), tokens, "host")
     limit.write_text(f"{700 * MIB}\n")
     with pytest.raises(NoMemoryError, match=r"and 300 MiB of memory are left beside the agent: give smaller sizes"):
-        require(CONFIG, start(), tokens)
+        require(CONFIG, start(), tokens, "host")
     limit.write_text("max\n")
-    require(CONFIG, start(), tokens)
+    require(CONFIG, start(), tokens, "host")

@@ -8,6 +8,7 @@ and number their rooms from ROOM_FIRST. Rooms belong to their prefill instance, 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -15,11 +16,15 @@ from longshore_wire.agent_config import AgentConfig
 from longshore_wire.engine_messages import Endpoint
 
 # Of the messages; a command refuses a test engine of another version, which an agent of another release has.
-VERSION = 1
+VERSION = 2
 # Engines that number rooms from 0, or draw numbers below 2**63 as SGLang does, do not reach these.
 ROOM_FIRST = 0xFFFF_0000_0000_0000
 # Rooms of one Offer or Claim: each takes a few hundred bytes of an answer.
 ROOMS_MAX = 256
+
+# Where test pages are. Auto: on GPUs if the test engine sees any.
+MemoryKind = Literal["gpu", "host"]
+WantedMemory = Literal["auto", "gpu", "host"]
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -31,6 +36,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
         room_bytes: of the largest room that follows.
         room_count: rooms that decode receives at the same time.
         limit_s: for the registration, and for each later request.
+        memory: of the pages.
     """
 
     run: str
@@ -39,6 +45,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     room_bytes: int
     room_count: int
     limit_s: float
+    memory: WantedMemory = "auto"
     version: int = VERSION
 
 
@@ -76,6 +83,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
     prefill: Endpoint | None
     decode: str
+    memory: MemoryKind
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from longshore_cli import agents, cluster
 from longshore_cli.arguments import ArgumentsError, duration, seconds, whole, wholes
@@ -33,6 +33,7 @@ from longshore_wire.verify_messages import (
     End,
     Offer,
     RoomResult,
+    WantedMemory,
     room_tokens,
 )
 
@@ -80,7 +81,7 @@ def verify(arguments: argparse.Namespace) -> int:
         pairs = choose(*all_pairs, arguments.pairs)
         pair_count = len(all_pairs[0]) * len(all_pairs[1])
         rooms = itertools.count(ROOM_FIRST)
-        with _engines(places, pairs, arguments.size, 1, arguments.timeout) as (engines, problems):
+        with _engines(places, pairs, arguments, arguments.size, 1) as (engines, problems):
             measured: list[Measured] = []
             for now in rounds(pairs):
                 flips = arguments.flip_byte and not measured
@@ -107,10 +108,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
     def run(places: list[Place], _config: AgentConfig) -> int:
         pairs = next(rounds(choose(*_pairs(places), count_max=len(places) ** 2)))[: min(arguments.pairs, TOGETHER_MAX)]
-        with _engines(places, pairs, arguments.sizes[-1], arguments.concurrency[-1], arguments.timeout) as (
-            engines,
-            problems,
-        ):
+        with _engines(places, pairs, arguments, arguments.sizes[-1], arguments.concurrency[-1]) as (engines, problems):
             lost = next((name for pair in pairs for name in pair if name in problems), "")
             if lost:
                 raise VerifyError(f"{lost}: {problems[lost]}", reason=problems[lost].reason)
@@ -139,6 +137,12 @@ def _describe(parser: argparse.ArgumentParser, description: str) -> None:
         default=60.0,
         help="seconds for a test engine's start, and for the rooms of a pair (60)",
     )
+    parser.add_argument(
+        "--memory",
+        choices=get_args(WantedMemory),
+        default="auto",
+        help="of the test pages; auto: that of the GPUs of an agent's pod, or without GPUs host memory (auto)",
+    )
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
 
 
@@ -163,7 +167,7 @@ def _pairs(places: Sequence[Place]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def _engines(
-    places: Sequence[Place], pairs: Sequence[Pair], room_bytes: int, room_count: int, limit_s: float
+    places: Sequence[Place], pairs: Sequence[Pair], arguments: argparse.Namespace, room_bytes: int, room_count: int
 ) -> Iterator[tuple[dict[str, Engine], dict[str, LongshoreError]]]:
     """Run the test engines of all agents in `pairs`; yield them, and the errors of those that do not start, by name."""
     problems: dict[str, LongshoreError] = {}
@@ -173,7 +177,8 @@ def _engines(
 
         def start(place: Place) -> None:
             try:
-                engines[place.name] = stack.enter_context(place.engine(room_bytes, room_count, limit_s))
+                engine = place.engine(room_bytes, room_count, arguments.timeout, arguments.memory)
+                engines[place.name] = stack.enter_context(engine)
             except LongshoreError as error:
                 problems[place.name] = error
 
@@ -238,6 +243,7 @@ def _tested(
         return replace(
             base, reason=reason, text="; ".join(f"{name}: {error}" for name, error in lost.items()), untested=True
         )
+    base = replace(base, memory=_memory(engines, pair))
     try:
         claimed = _move(engines, pair, rooms, room_bytes, flip_byte=flip_byte)
     except LongshoreError as error:
@@ -251,6 +257,10 @@ def _tested(
         room_bytes=timed[0].bytes_moved,
         bytes_per_second=median(each.bytes_moved / each.seconds for each in timed),
     )
+
+
+def _memory(engines: Mapping[str, Engine], pair: Pair) -> str:
+    return "->".join(dict.fromkeys(engines[name].started.memory for name in pair))
 
 
 def _as_planned(pair: Measured, planned_bytes: int) -> Measured:
@@ -321,6 +331,7 @@ def _load(
     ended = [each for found, _ in results for each in found]
     right = [each.seconds for each in ended if not each.reason] or [0.0]
     return Load(
+        memory=",".join(sorted({_memory(engines, pair) for pair in pairs})),
         room_bytes=max((each.bytes_moved for each in ended), default=room_bytes),
         concurrency=concurrency,
         pairs=len(pairs),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# A pair is slow below this part of the median of the pairs with its way and wire. Repeats on one wire differ less.
+# A pair is slow below this part of the median of the pairs with its way, wire and memory. Repeats on one wire differ less.
 SLOW_PART = 0.5
 # With two pairs, the median lies between them, and a slow one of a fast wire would be judged by itself.
 EXPECTED_PAIRS_MIN = 3
@@ -22,6 +22,7 @@ class Measured:
 
     Attributes:
         way, wire: UNKNOWN if decode's agent did not tell.
+        memory: of the test pages: "gpu" or "host", or of prefill and decode if these differ, as "gpu->host".
         bytes_per_second: the median of the repeats; 0.0: none was right.
         reason, text: why a room failed, or why there was none; empty: all bytes are equal.
         untested: no room of the pair was moved, because one of its agents has no test engine.
@@ -33,6 +34,7 @@ class Measured:
     bytes_per_second: float = 0.0
     way: str = UNKNOWN
     wire: str = UNKNOWN
+    memory: str = UNKNOWN
     reason: str = ""
     text: str = ""
     untested: bool = False
@@ -40,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A pair beside what was expected. `expected` is 0.0 if too few pairs have its way and wire."""
+    """A pair beside what was expected. `expected` is 0.0 if too few pairs have its way, wire and memory."""
 
     pair: Measured
     expected: float
@@ -88,16 +90,16 @@ def rounds(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def judge(pairs: Iterable[Measured]) -> list[Judged]:
-    """Compare each pair with the median of those with its way and wire."""
+    """Compare each pair with the median of those with its way, wire and memory."""
     measured = list(pairs)
-    groups: dict[tuple[str, str], list[float]] = {}
+    groups: dict[tuple[str, str, str], list[float]] = {}
     for pair in measured:
         if not pair.reason:
-            groups.setdefault((pair.way, pair.wire), []).append(pair.bytes_per_second)
+            groups.setdefault(_group(pair), []).append(pair.bytes_per_second)
     expected = {key: median(speeds) if len(speeds) >= EXPECTED_PAIRS_MIN else 0.0 for key, speeds in groups.items()}
     judged = []
     for pair in measured:
-        usual = 0.0 if pair.reason else expected[pair.way, pair.wire]
+        usual = 0.0 if pair.reason else expected[_group(pair)]
         judged.append(Judged(pair, usual, not pair.reason and pair.bytes_per_second < SLOW_PART * usual))
     return judged
 
@@ -110,3 +112,7 @@ def is_bad(judged: Sequence[Judged], *, strict: bool) -> bool:
 def quantile(values: Sequence[float], part: float) -> float:
     """Return the smallest value that at least `part` of the values do not exceed. `values` is not empty."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def _group(pair: Measured) -> tuple[str, str, str]:
+    return pair.way, pair.wire, pair.memory

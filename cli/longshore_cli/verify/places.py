@@ -26,7 +26,7 @@ from longshore_wire import agent_config, manifest
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
-from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started
+from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started, WantedMemory
 
 _MODULE = "longshore_client.verify"
 # Added to a request's own limit, for the connection and a busy machine.
@@ -81,14 +81,16 @@ class Place:
         self._start = start
 
     @contextmanager
-    def engine(self, room_bytes: int, room_count: int, limit_s: float) -> Iterator[Engine]:
+    def engine(
+        self, room_bytes: int, room_count: int, limit_s: float, memory: WantedMemory = "auto"
+    ) -> Iterator[Engine]:
         """Run a test engine. Raises LongshoreError."""
         if self.problem:
             raise VerifyError(self.problem, reason=Reason.WORKER_LOST)
         program = self._start()
         try:
             run = uuid.uuid4().hex[:12]
-            start = Start(run, self.prefill, self.decode, room_bytes, room_count, limit_s)
+            start = Start(run, self.prefill, self.decode, room_bytes, room_count, limit_s, memory)
             yield Engine(program, start)
         finally:
             program.close()
@@ -98,7 +100,7 @@ class Engine:
     """A test engine with its registered instances. One thread uses it at a time. Raises LongshoreError.
 
     Attributes:
-        started: its instances.
+        started: its instances, and the memory of their pages.
     """
 
     def __init__(self, program: Program, start: Start) -> None:

@@ -13,8 +13,8 @@ from longshore_cli.words import binary
 from longshore_wire.agent_config import AgentConfig, StagingMode
 from longshore_wire.plan import Plan, Way
 
-_HEADER = ["prefill", "decode", "way", "wire", "GB/s", "expected", "verdict"]
-_LOAD_HEADER = ["room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
+_HEADER = ["prefill", "decode", "memory", "way", "wire", "GB/s", "expected", "verdict"]
+_LOAD_HEADER = ["memory", "room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,12 @@ class Load:
     """The rooms of one size and concurrency, of all pairs at once.
 
     Attributes:
+        memory: of the test pages of all pairs; see `pairs.Measured`.
         concurrency: rooms of each pair at a time.
         bytes_per_second: of all pairs together.
     """
 
+    memory: str
     room_bytes: int
     concurrency: int
     pairs: int
@@ -52,10 +54,12 @@ def table(judged: Sequence[Judged]) -> list[str]:
     for each in judged:
         pair = each.pair
         speed, expected = _speed(pair.bytes_per_second), _speed(each.expected)
-        rows.append([pair.prefill, pair.decode, pair.way, pair.wire, speed, expected, each.verdict])
-    lines = aligned(rows, frozenset({0, 1, 2, 3, 6}))
+        rows.append([pair.prefill, pair.decode, pair.memory, pair.way, pair.wire, speed, expected, each.verdict])
+    lines = aligned(rows, frozenset({0, 1, 2, 3, 4, 7}))
     if any(each.expected for each in judged):
-        lines.append(f"expected: the median of the pairs with the same way and wire, if there are {EXPECTED_PAIRS_MIN}")
+        lines.append(
+            f"expected: the median of the pairs with the same memory, way and wire, if there are {EXPECTED_PAIRS_MIN}"
+        )
     for each in judged:
         pair = each.pair
         if pair.reason:
@@ -91,9 +95,9 @@ def load_table(loads: Sequence[Load]) -> list[str]:
     for load in loads:
         times = [f"{1000 * seconds:.2f}" if seconds else UNKNOWN for seconds in (load.p50_s, load.p99_s)]
         counts = [str(count) for count in (load.concurrency, load.pairs, load.rooms, load.failed)]
-        rows.append([binary(load.room_bytes), *counts, *times, _speed(load.bytes_per_second)])
+        rows.append([load.memory, binary(load.room_bytes), *counts, *times, _speed(load.bytes_per_second)])
     failures = [f"{binary(load.room_bytes)} x {load.concurrency}: {load.text}" for load in loads if load.text]
-    return [*aligned(rows, frozenset()), *failures]
+    return [*aligned(rows, frozenset({0})), *failures]
 
 
 def load_json(loads: Sequence[Load]) -> str:

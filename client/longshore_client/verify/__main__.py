@@ -20,6 +20,7 @@ import msgspec
 
 from longshore_client.verify.headroom import require
 from longshore_client.verify.instance import Instance
+from longshore_client.verify.memory import Allocate, HostMemory, chosen
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
@@ -58,6 +59,7 @@ class Program:
         self._config = config
         self._path = path
         self._limit_s = 0.0
+        self._allocate: Allocate = HostMemory
         self._prefill: Instance | None = None
         self._decode: Instance | None = None
         self._flipped_tokens = 0
@@ -99,14 +101,15 @@ class Program:
         _reach(self._path)
         self._limit_s = ask.limit_s
         tokens = room_tokens(self._config, ask.room_bytes)
-        require(self._config, ask, tokens)
+        kind, self._allocate = chosen(ask.memory)
+        require(self._config, ask, tokens, kind)
         endpoint: Endpoint | None = None
         if ask.prefill:
             self._prefill = self._instance(ask, Half.SOURCE, tokens)
             endpoint = self._prefill.endpoint(ask.limit_s)
         if ask.decode:
             self._decode = self._instance(ask, Half.TARGET, tokens)
-        return Started(endpoint, self._decode.instance if self._decode else "")
+        return Started(endpoint, self._decode.instance if self._decode else "", kind)
 
     def _instance(self, ask: Start, half: Half, tokens: int) -> Instance:
         role, name = (self._config.prefill, "prefill") if half is Half.SOURCE else (self._config.decode, "decode")
@@ -115,6 +118,7 @@ class Program:
             f"{TEST_INSTANCE_PREFIX}{name}-{ask.run}",
             role.layout(self._config.model),
             half,
+            self._allocate,
             tokens,
             1 if half is Half.SOURCE else ask.room_count,
             ask.limit_s,

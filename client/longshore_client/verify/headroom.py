@@ -1,6 +1,7 @@
 """Checks that a test fits into the memory that its pod has left, so that the kernel does not kill the agent for it.
 
-Called by the test engine's program before it registers. All of a test's memory counts as the agent's container.
+Called by the test engine's program before it registers. All of a test's host memory counts as the agent's container. A GPU's
+free memory is not checked: its driver refuses what does not fit, and kills nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from pathlib import Path
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.slabs import staging_of_tests
-from longshore_wire.verify_messages import Start
+from longshore_wire.verify_messages import MemoryKind, Start
 
 _MIB = 1 << 20
 # As measured by the operator's `render.memory`, with a margin: a worker without its staging, and this process.
 _WORKER_BYTES, _PROCESS_BYTES = 128 * _MIB, 48 * _MIB
+# Estimates: with CUDA's context, and in the worker torch and Triton.
+_GPU_WORKER_BYTES, _GPU_PROCESS_BYTES = 1024 * _MIB, 512 * _MIB
 # (limit, usage, statistics, name of the cache that the kernel drops first) of cgroup v2 and v1, in a container.
 _FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
@@ -34,9 +37,9 @@ class NoMemoryError(LongshoreError):
     reason = Reason.BUSY
 
 
-def require(config: AgentConfig, ask: Start, tokens: int) -> None:
-    """Raise NoMemoryError if the test needs more memory than the container or the machine has left."""
-    left, needed = _left_bytes(), needed_bytes(config, ask, tokens)
+def require(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind) -> None:
+    """Raise NoMemoryError if the test needs more host memory than the container or the machine has left."""
+    left, needed = _left_bytes(), needed_bytes(config, ask, tokens, kind)
     if left is not None and needed > left:
         raise NoMemoryError(
             f"the test needs about {needed // _MIB} MiB, and {max(left, 0) // _MIB} MiB of memory are left beside the agent: give "
@@ -44,20 +47,27 @@ def require(config: AgentConfig, ask: Start, tokens: int) -> None:
         )
 
 
-def needed_bytes(config: AgentConfig, ask: Start, tokens: int) -> int:
-    """Return the memory that a test needs, roughly: workers, their staging, pages, and the content to compare with."""
-    total = _PROCESS_BYTES
+def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind) -> int:
+    """Return the host memory that a test needs, roughly: workers, content to compare with, and what is not on GPUs.
+
+    Staging and pages of ranks are in the memory that `kind` names. Both sides also keep the content in host memory.
+    """
+    on_gpu = kind == "gpu"
+    worker_bytes = _GPU_WORKER_BYTES if on_gpu else _WORKER_BYTES
+    total = _GPU_PROCESS_BYTES if on_gpu else _PROCESS_BYTES
     if ask.prefill:
         staging = config.prefill.staging
         layout = config.prefill.layout(config.model)
         lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes)
-        lanes_bytes = staging.lanes * lane_bytes
-        total += layout.rank_count * (_WORKER_BYTES + lanes_bytes + 2 * tokens * layout.token_bytes)
+        content_bytes = tokens * layout.token_bytes
+        own_bytes = 0 if on_gpu else staging.lanes * lane_bytes + content_bytes
+        total += layout.rank_count * (worker_bytes + content_bytes + own_bytes)
     if ask.decode:
         layout = config.decode.layout(config.model)
         _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes)
-        pages_bytes = (ask.room_count + 1) * tokens * layout.token_bytes
-        total += layout.rank_count * (_WORKER_BYTES + ring_bytes + pages_bytes)
+        content_bytes = tokens * layout.token_bytes
+        own_bytes = 0 if on_gpu else ring_bytes + ask.room_count * content_bytes
+        total += layout.rank_count * (worker_bytes + content_bytes + own_bytes)
     return total
 
 

@@ -6,8 +6,6 @@ a time, in places 0, 1 and so on.
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +15,10 @@ from typing import NamedTuple
 
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, Busy, WaitTimeout
-from longshore_client.memory import create_region, pool_geometry
+from longshore_client.memory import pool_geometry
 from longshore_client.registration import connect
 from longshore_client.verify import pattern
+from longshore_client.verify.memory import Allocate, Memory
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry
@@ -35,7 +34,7 @@ class _Rank(NamedTuple):
     client: Client
     layout: KVLayout
     planes: tuple[PlaneGeometry, ...]
-    memory: mmap.mmap
+    memory: Memory
     content: list[bytes]  # of each plane, for the largest room
 
 
@@ -45,6 +44,7 @@ class Instance:
     Args:
         socket: the agent's.
         layout: of any one rank.
+        allocate: makes the memory of a rank's pages.
         tokens: of the largest room; whole pages.
         place_count: rooms that have pages at the same time.
     Raises:
@@ -52,7 +52,15 @@ class Instance:
     """
 
     def __init__(
-        self, socket: str, instance: str, layout: KVLayout, half: Half, tokens: int, place_count: int, limit_s: float
+        self,
+        socket: str,
+        instance: str,
+        layout: KVLayout,
+        half: Half,
+        allocate: Allocate,
+        tokens: int,
+        place_count: int,
+        limit_s: float,
     ) -> None:
         self.instance = instance
         self._layout = layout
@@ -63,13 +71,12 @@ class Instance:
         def rank(number: int) -> _Rank:
             own = layout.at(number)
             geometry = pool_geometry(own, self._page_count * place_count)
-            client = connect(socket, instance=instance, layout=own, roles=(half,), timeout_s=limit_s)
+            memory = allocate(number, geometry.region_bytes[0])
+            stack.callback(memory.close)
+            device = memory.device_name
+            client = connect(socket, instance=instance, layout=own, device=device, roles=(half,), timeout_s=limit_s)
             stack.callback(client.close)
-            descriptor, memory = create_region(geometry.region_bytes[0])
-            try:
-                client.register_pool(0, geometry, [descriptor])
-            finally:
-                os.close(descriptor)
+            client.register_pool(0, geometry, memory.regions)
             return _Rank(client, own, geometry.planes, memory, pattern.planes(own, self._page_count))
 
         with stack:
@@ -78,7 +85,7 @@ class Instance:
             if half is Half.SOURCE:
                 for each in self._ranks:
                     for plane, content in zip(each.planes, each.content, strict=True):
-                        each.memory[plane.offset : plane.offset + len(content)] = content
+                        each.memory.write(plane.offset, content)
             # From now on the end of the process makes the agent release everything.
             stack.pop_all()
 
@@ -98,7 +105,7 @@ class Instance:
         """Change the first byte of the last plane of a room of this length; a second call changes it back."""
         rank = self._ranks[-1]
         place = rank.planes[-1].offset + (self._page_count - tokens // self._layout.page_size) * _page_bytes(rank, -1)
-        rank.memory[place] ^= 1
+        rank.memory.write(place, bytes([rank.memory.read(place, 1)[0] ^ 1]))
 
     def ended(self, rooms: Sequence[int], end_s: float, *, cancel: bool) -> None:
         """Return when these rooms have ended here and their pages are released. Raises LongshoreError."""
@@ -191,7 +198,7 @@ class Instance:
                 page_bytes = _page_bytes(rank, index)
                 end = plane.offset + (place + 1) * self._page_count * page_bytes
                 length = page_count * page_bytes
-                moved, wanted = rank.memory[end - length : end], content[len(content) - length :]
+                moved, wanted = rank.memory.read(end - length, length), content[len(content) - length :]
                 if moved != wanted:
                     first = next(at for at in range(length) if moved[at] != wanted[at])
                     return RoomResult(
@@ -211,8 +218,7 @@ class Instance:
         for rank in self._ranks:
             for index, plane in enumerate(rank.planes):
                 length = self._page_count * _page_bytes(rank, index)
-                begin = plane.offset + place * length
-                rank.memory[begin : begin + length] = bytes(length)
+                rank.memory.clear(plane.offset + place * length, length)
 
     def _pages(self, place: int, tokens: int) -> list[int]:
         """Return the pages of a room in a place, in the order of the sequence: the last page of the place first."""

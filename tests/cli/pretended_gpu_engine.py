@@ -1,0 +1,12 @@
+"""A test engine of `longshore verify` that takes host memory for that of a GPU, beside agents for prefill."""
+
+from __future__ import annotations
+
+import sys
+
+from longshore_client.verify import __main__ as program
+from longshore_client.verify.memory import HostMemory
+
+GPUS = any("/prefill-" in word for word in sys.argv)
+program.chosen = lambda wanted: ("gpu" if GPUS and wanted != "host" else "host", HostMemory)
+sys.exit(program.main())
