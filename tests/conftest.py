@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("explore" if os.environ.get("HYPOTHESIS_EXPLORE") else "reproducible")
+
+# A shell without job control starts programs in the background with SIGINT ignored, which children inherit. Tests interrupt
+# commands.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALLOWED_SKIPS_PATH = Path(__file__).parent / "allowed_skips.txt"
 

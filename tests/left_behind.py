@@ -66,7 +66,9 @@ class Marked:
     def left(self) -> list[str]:
         """Return all leftovers."""
         files = [str(path) for path in self.directory.iterdir()]
-        return [*self.processes(), *files, *sorted(_shared() - self._shared_before)]
+        # Tests of another run use shared memory, too.
+        shared = _shared() - self._shared_before - _mapped()
+        return [*self.processes(), *files, *sorted(path for path in shared if Path(path).exists())]
 
     def end(self) -> None:
         """End the remaining processes by PID."""
@@ -85,6 +87,16 @@ def marked(arguments: list[str]) -> Iterator[Marked]:
             yield run
         finally:
             run.end()
+
+
+def _mapped() -> set[str]:
+    """Return the shared memory that some process maps."""
+    found: set[str] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (entry / "maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+    return found
 
 
 def _shared() -> set[str]:
