@@ -30,6 +30,8 @@ class Poller:
         self._mutex = mutex
         self._settings = settings
         self._silent: set[str] = set()
+        # Agents whose deployments were queued since their answers became too old.
+        self._stale: set[str] = set()
         self.swept = asyncio.Event()
 
     @property
@@ -47,6 +49,7 @@ class Poller:
                     # Earlier reports may be old when this replica is active again.
                     self.swept.clear()
                     self._silent.clear()
+                    self._stale.clear()
                     await self._mutex.held()
                 started_s = time.monotonic()
                 await self.sweep(session)
@@ -67,7 +70,9 @@ class Poller:
             for pod in self._world.pods.values()
             if pod.address and pod.http_port and not pod.ending and pod.key not in left
         ]
-        self._silent &= {pod.uid for pod in pods}
+        uids = {pod.uid for pod in pods}
+        self._silent &= uids
+        self._stale &= uids
         line = iter(pods)
         workers = min(self._settings.poll_count_max, len(pods))
         await asyncio.gather(*(self._ask_all(session, line) for _ in range(workers)))
@@ -94,6 +99,7 @@ class Poller:
         if changed is not None or pod.uid in self._silent:
             self._queue.add([pod.key])
         self._silent.discard(pod.uid)
+        self._stale.discard(pod.uid)
 
     def _missed(self, pod: AgentPod) -> None:
         """Record a missed answer. If the last answer is too old, queue the agent's deployment."""
@@ -105,6 +111,7 @@ class Poller:
             self._silent.discard(pod.uid)
             return
         self._silent.add(pod.uid)
-        age_s = now_s - poll.answered_s
-        if self._settings.poll_stale_s < age_s <= self._settings.poll_stale_s + 2 * self._settings.poll_s:
+        # Sweeps of many silent agents are far apart, so the age may exceed the limit by any time.
+        if now_s - poll.answered_s > self._settings.poll_stale_s and pod.uid not in self._stale:
+            self._stale.add(pod.uid)
             self._queue.add([pod.key])

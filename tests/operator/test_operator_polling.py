@@ -70,7 +70,7 @@ class Asked:
     async def sweep(self, after_s: float) -> None:
         """Poll once, this long after the last poll."""
         self.clock.now_s += after_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
             await self.poller.sweep(session)
 
     @property
@@ -165,6 +165,26 @@ def test_an_agent_that_says_the_same_after_a_silence_has_its_deployment_looked_a
     asked(monkeypatch, scenario)
 
 
+def test_a_silence_is_looked_at_once_also_if_the_polls_were_so_late_that_it_is_long_over_the_limit(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=True)
+        one.answer = msgspec.json.encode(said(PREFILL))
+        await one.sweep(10)
+        one.queue.done(await one.queue.take(), failed=False)
+        one.answer = None
+        # A sweep of many silent agents takes minutes.
+        await one.sweep(20)
+        assert len(one.queue) == 0
+        await one.sweep(120)
+        assert one.silent
+        assert len(one.queue) == 1
+        one.queue.done(await one.queue.take(), failed=False)
+        await one.sweep(10)
+        assert len(one.queue) == 0
+
+    asked(monkeypatch, scenario)
+
+
 class Lease:
     """A mutex that this replica holds or not."""
 
@@ -184,10 +204,10 @@ def test_a_replica_that_loses_the_lease_counts_no_silent_agents(monkeypatch) -> 
         poller = Poller(one.scene.world, one.queue, lease, settings)  # type: ignore[arg-type]
         one.put_pod(ready=True)
         polling = asyncio.create_task(poller.run())
-        await asyncio.wait_for(poller.swept.wait(), 10)
+        await asyncio.wait_for(poller.swept.wait(), 60)
         assert poller.silent_count == 1
         lease.is_held = False
-        await asyncio.wait_for(lease.waits.wait(), 10)
+        await asyncio.wait_for(lease.waits.wait(), 60)
         assert poller.silent_count == 0
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)
