@@ -297,10 +297,9 @@ class Stages:
 
 def look(agent: Agent, room: Room, half: str) -> tuple[dict[str, Any] | None, set[str]]:
     """Return one half of a room and the spans of all its slabs from an agent's page."""
-    status, body = agent.ask(f"/v1/rooms/{room.number}")
-    if status == 404:
+    page = agent.room_page(room.number)
+    if page is None:
         return None, set()
-    page = json.loads(body)
     halves = [{**entry["room"], "ended": entry["ended"]} for entry in page["halves"] if entry["room"]["half"] == half]
     return (halves[0] if halves else None), {span["stage"] for span in page["spans"] if span["kind"] == "stage"}
 

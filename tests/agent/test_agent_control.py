@@ -11,7 +11,17 @@ import msgspec
 import pytest
 import zmq
 from agent_fleet import Fleet, fleet_of
-from agent_world import DEPLOYMENT, MODEL, START_LIMIT_S, Agent, Request, is_worker, wait_for, wait_for_none
+from agent_world import (
+    DEPLOYMENT,
+    EVENT_LIMIT_S,
+    MODEL,
+    START_LIMIT_S,
+    Agent,
+    Request,
+    is_worker,
+    wait_for,
+    wait_for_none,
+)
 
 from longshore_agent.control import curve
 from longshore_agent.status.metric_table import TABLE
@@ -48,7 +58,8 @@ from longshore_wire.peer_messages import (
 )
 from longshore_wire.plan import Way
 
-SILENCE_MS = 300
+# An answer is waited for this long, and one that must not come.
+ANSWER_LIMIT_MS, SILENCE_MS = 60_000, 300
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +104,7 @@ def test_status_metrics_and_openapi_show_what_is_there(fleet):
     each.claim()
     each.offer()
     each.arrives()
+    fleet.prefill.status()
     text = fleet.prefill.ask("/metrics")[1].decode()
     missing = {row.name for row in TABLE if f"# TYPE {row.name} " not in text}
     assert missing <= {"longshore_stale_messages_total", "longshore_refused_messages_total"}
@@ -107,7 +119,7 @@ def test_a_room_is_shown_with_its_pairs_and_spans_and_an_unknown_one_is_not(flee
     each.claim()
     each.offer()
     each.arrives()
-    shown = fleet.prefill.get(f"/v1/rooms/{each.room}")
+    shown = fleet.prefill.room_page(each.room)
     assert shown["room"] == str(each.room) and each.room >= 2**63
     assert {entry["worker"] for entry in shown["halves"]} == {"two/0/0", "two/0/1", "one/0/0"}
     stages = [span for span in shown["spans"] if span["kind"] == "stage"]
@@ -134,7 +146,7 @@ class Dialer:
             self.socket.curve_publickey, self.socket.curve_secretkey = public.encode(), secret.encode()
         self.socket.connect(f"tcp://{address}")
 
-    def ask(self, data: bytes, limit_ms: int = 5000) -> bytes | None:
+    def ask(self, data: bytes, limit_ms: int = ANSWER_LIMIT_MS) -> bytes | None:
         self.socket.send(data)
         return self.socket.recv() if self.socket.poll(limit_ms) else None
 
@@ -223,7 +235,7 @@ def test_bytes_that_are_no_message_are_counted_and_harm_nothing(fleet, friend, d
 
 def test_the_next_life_of_a_decode_worker_is_answered_at_its_first_word(fleet, friend):
     for epoch in range(100, 120):
-        answer = PEER.decode(friend.ask(PEER.encode(attach(fleet, epoch=epoch)), 1000))
+        answer = PEER.decode(friend.ask(PEER.encode(attach(fleet, epoch=epoch))))
         assert isinstance(answer, Attach | Refuse)
 
 
@@ -277,7 +289,7 @@ def test_messages_of_the_right_form_with_any_numbers_in_them_end_no_worker(fleet
     assert fleet.one.client.epoch == epoch
     if fleet.one.client.open_count:
         fleet.one.client.cancel(open_room.room, Half.SOURCE)
-    fleet.one.client.wait(open_room.room, Half.SOURCE, None, [RoomEventKind.RELEASED], 10)
+    fleet.one.client.wait(open_room.room, Half.SOURCE, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
     fleet.one.free += open_room.source_pages
     fleet.same.free += open_room.target_pages
     each = Request(fleet.one, fleet.same, 60)
@@ -366,7 +378,7 @@ def test_halves_that_state_different_totals_fail_on_both_sides_and_name_both(fle
     ends = each.ends()
     assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.TOTAL_MISMATCH)}, ends
     assert all("60" in end.text and "61" in end.text for end in ends)
-    wait_for_none(fleet.leftovers, 10)
+    wait_for_none(fleet.leftovers)
 
 
 def test_engines_that_cannot_be_served_are_told_why_before_a_worker_is_started(fleet):
@@ -382,6 +394,6 @@ def test_engines_that_cannot_be_served_are_told_why_before_a_worker_is_started(f
     with pytest.raises(LayoutError, match=r"parallel\.tp is 5"):
         connect(path, instance="a", layout=KVLayout(MODEL, Parallel(tp=5), 16))
     with pytest.raises(HelloRefused, match="one rank 0 is registered") as twin:
-        connect(path, instance="one", layout=layout, timeout_s=1.0)
+        connect(path, instance="one", layout=layout, timeout_s=5.0)
     assert twin.value.reason is Reason.BUSY
     assert {worker["worker"] for worker in fleet.prefill.status()["workers"]} == {"two/0/0", "two/0/1", "one/0/0"}

@@ -88,6 +88,8 @@ def sent_bytes(engine: Engine) -> list[int]:
     sent = {
         f"{at.dp_rank}/{at.pp_rank * at.tp + at.tp_rank}": 0 for at in (rank.layout.parallel for rank in engine.ranks)
     }
+    # The metrics of a worker that answers late would be old ones.
+    engine.agent.status()
     for line in engine.agent.ask("/metrics")[1].decode().splitlines():
         found = re.fullmatch(rf'longshore_lane_bytes_total\{{.*worker="{engine.instance}/([0-9/]+)".*\}} (\S+)', line)
         if found and found[1] in sent:
@@ -132,7 +134,7 @@ def check_every_byte(source: Engine, target: Engine) -> None:
     before = sum(sent_bytes(source))
     tokens = exchange(source, target)
     assert sum(sent_bytes(source)) - before == held_bytes(target, tokens)
-    wait_for_none(source.agent.leftovers, 10)
+    wait_for_none(source.agent.leftovers)
 
 
 def way_between(source: Engine, target: Engine) -> str:
@@ -210,7 +212,7 @@ def test_content_that_is_opaque_per_page_and_head_moves_in_whole_pages(place, so
     pages = -(-211 // 16) + -(-(197 - 64) // 16) + -(-(150 - 16) // 16) + 1
     blobs = pages * FOUR_HEADS.layers * FOUR_HEADS.kv_heads
     assert sum(sent_bytes(source)) - before == blobs * BLOB_BYTES
-    wait_for_none(source.agent.leftovers, 10)
+    wait_for_none(source.agent.leftovers)
 
 
 @every_backend
@@ -291,7 +293,7 @@ def test_several_prefill_layouts_feed_one_decode_pool_at_once(place):
     for each in found:
         each.arrives()
     assert target.intact()
-    wait_for_none(target.agent.leftovers, 10)
+    wait_for_none(target.agent.leftovers)
 
 
 @every_backend

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from agent_fleet import World
-from agent_world import Agent, Engine, Request, wait_for
+from agent_world import Agent, Engine, Request
 
 from longshore_agent.status.spans import Kind, SpanRecorder
 from longshore_agent.status.steps import StepLog
@@ -57,13 +57,11 @@ def moved(place: Place) -> Request:
 
 
 def spans_of(agent: Agent, room: int) -> list[dict[str, Any]]:
-    """Return the spans of a room once each of its halves is answered by its worker."""
-
-    def answered() -> list[dict[str, Any]] | None:
-        page = agent.get(f"/v1/rooms/{room}")
-        return page["spans"] if page["halves"] else None
-
-    return wait_for(answered, what=f"an answer on room {room}")
+    """Return the spans of a room."""
+    page = agent.room_page(room)
+    assert page is not None
+    spans: list[dict[str, Any]] = page["spans"]
+    return spans
 
 
 def of_engine(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:

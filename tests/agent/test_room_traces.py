@@ -144,7 +144,8 @@ def steps_of(received: list[Received], worker: str, offset_ns: int) -> set[tuple
 
 def timeline(agent: Agent, room: int, worker: str) -> set[tuple[Any, ...]]:
     """Return the same from the agent's own page."""
-    spans = agent.get(f"/v1/rooms/{room}")["spans"]
+    page = agent.room_page(room)
+    spans = page["spans"] if page is not None else []
     names = ("stage", "source_rank", "target_rank", "slab", "start_ns", "end_ns")
     return {tuple(span[name] for name in names) for span in spans if span["worker"] == worker}
 
@@ -168,7 +169,7 @@ def test_a_room_of_two_agents_becomes_one_trace_with_the_steps_of_their_own_time
         half = found[worker]
 
         def offset_ns(worker: str = worker, agent: Agent = agent) -> int:
-            first = min(at[4] for at in timeline(agent, each.room, worker))
+            first = min((at[4] for at in timeline(agent, each.room, worker)), default=0)
             sent = min((at[4] for at in steps_of(place.collector.of(each.room), worker, 0)), default=0)
             return sent - first
 
@@ -177,9 +178,9 @@ def test_a_room_of_two_agents_becomes_one_trace_with_the_steps_of_their_own_time
             return len(sent) > 5 and sent == timeline(agent, each.room, worker)
 
         wait_for(same, what=f"the steps of {worker}")
-        told = next(
-            entry["room"] for entry in agent.get(f"/v1/rooms/{each.room}")["halves"] if entry["worker"] == worker
-        )
+        page = agent.room_page(each.room)
+        assert page is not None
+        told = next(entry["room"] for entry in page["halves"] if entry["worker"] == worker)
         assert half.span.name == f"room {'prefill' if worker.startswith('traced-2') else 'decode'}"
         assert half.span.status.code in OK_OR_UNSET
         assert half.about["longshore.outcome"] == told["state"] == "done"
