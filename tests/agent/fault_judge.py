@@ -94,8 +94,8 @@ class SceneJudge:
         rows = {row.stage: row for row in self.scene.rows_over(self.transport)}
         expected = [(stage, rows[stage].prefill, rows[stage].decode) for stage, _, _ in found]
         assert found == expected
-        late = [(room.stage, room.after_s) for room in rooms if room.after_s > self.scene.bound_s]
-        assert not late, f"not within {self.scene.bound_s} s"
+        late = [(room.stage, room.after_s) for room in rooms if room.after_s > self.scene.limit_s]
+        assert not late, f"not within {self.scene.limit_s} s"
         self._left -= {("seen", room.stage) for room in rooms}
 
     def counts(self, place: Place, rooms: list[Room]) -> None:

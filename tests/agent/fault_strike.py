@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent_world import holders_of, is_worker, wait_for, wait_for_none
+from agent_world import EVENT_LIMIT_S, holders_of, is_worker, wait_for, wait_for_none
 from fault_engine import RELEASED, SLAB_TOKENS, Actor, Doomed, freeze
 from fault_judge import SceneJudge
 from fault_scene import Place, Room, Stages, look
@@ -21,8 +21,6 @@ from longshore_wire.engine_messages import Half
 
 # A room that no process will ever end is observed for this long; only its status shows that it is open.
 _LEFT_OPEN_S = 0.2
-# After this time no process may hold a byte of a killed engine's memory.
-LET_GO_S = 2.0
 
 
 @dataclass
@@ -37,7 +35,7 @@ def kill_engine(stages: Stages) -> Strike:
     """SIGKILL to the engine; its memory must be free soon."""
     engine = stages.doomed
     engine.kill()
-    wait_for(lambda: not holders_of(engine.instance), LET_GO_S, "the memory to be free")
+    wait_for(lambda: not holders_of(engine.instance), what="the memory to be free")
     return Strike(dead=True)
 
 
@@ -92,7 +90,7 @@ def _worker(stages: Stages) -> int:
 
 
 def _served_again(engines: list[tuple[Actor | Doomed, int]]) -> None:
-    wait_for(lambda: all(one.is_connected() and one.epoch() != epoch for one, epoch in engines), 60)
+    wait_for(lambda: all(one.is_connected() and one.epoch() != epoch for one, epoch in engines))
 
 
 def watch(stages: Stages, strike: Strike, begun_s: float, limit_s: float, *, heard: bool) -> None:
@@ -140,7 +138,7 @@ def _late(stages: Stages, room: Room, strike: Strike, limit_s: float) -> None:
         room.seen[there] = actor.end(room.number, limit_s)
         if room.seen[there] == LEFT_OPEN:
             assert actor.cancel(room.number) == ""
-            actor.end(room.number, limit_s + 10)
+            actor.end(room.number, EVENT_LIMIT_S)
         return
     said = room.claim(stages.endpoint(room)) if missing == DECODE else room.offer()
     if said:
@@ -178,7 +176,7 @@ def play(place: Place, judge: SceneJudge, strike: Callable[[Stages], Strike], *,
         if beside is not None:
             beside.arrives()
         heard = any(row.stage == CLAIMED and row.prefill.startswith("refused") for row in scene.rows)
-        watch(stages, blow, begun_s, scene.bound_s, heard=heard)
+        watch(stages, blow, begun_s, scene.limit_s, heard=heard)
         judge.sees(stages.rooms)
         judge.counts(place, [*stages.rooms, *([beside.room] if beside is not None else [])])
         if place.gate is not None:
@@ -215,7 +213,7 @@ def _take_back(stages: Stages, blow: Strike) -> None:
             if room.seen[side].startswith("refused"):
                 actor.forget(room.number)
             else:
-                assert actor.release(room.number, 20) == RELEASED, (room.stage, side)
+                assert actor.release(room.number, EVENT_LIMIT_S) == RELEASED, (room.stage, side)
     for actor in {id(actor): actor for room in stages.rooms for actor in (room.source, room.target)}.values():
         if not (blow.dead and actor is stages.struck):
             assert actor.events_left() == [], f"{actor.instance} got an event twice"

@@ -12,11 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from agent_fleet import World
-from agent_world import Agent, Engine, Request, holders_of, room_ids, wait_for, wait_for_none
+from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, holders_of, room_ids, wait_for, wait_for_none
 
 from longshore_client import Half, PageOrder, Reason, RoomError, RoomEventKind
-
-LET_GO_S = 2.0
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory) -> Iterator[Node]:
-    world = World(tmp_path_factory.mktemp("direct"), LONGSHORE_DIRECT="true", LONGSHORE_LEASE_S="5")
+    world = World(tmp_path_factory.mktemp("direct"), LONGSHORE_DIRECT="true", LONGSHORE_LEASE_S="15")
     try:
         agent, elsewhere = world.agent("node"), world.agent("elsewhere")
         target = [Half.TARGET]
@@ -102,7 +100,7 @@ def test_an_endpoint_that_names_the_wrong_agent_fails_its_room_with_the_reason(n
         # If a sibling rank has already failed the room, the offer is refused with the same reason.
         with contextlib.suppress(RoomError):
             rank.client.send(room, [0, 1], 0, 20, last=True)
-    end = node.far.client.wait(room, Half.TARGET, "near-two", timeout_s=20)
+    end = node.far.client.wait(room, Half.TARGET, "near-two", timeout_s=EVENT_LIMIT_S)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.TRANSFER_FAILED), end
     assert "no worker of this node" in end.text
 
@@ -141,8 +139,8 @@ def test_memory_of_a_killed_engine_is_let_go_by_the_worker_that_wrote_it_too(nod
         rank.client.send(room, pages[:7], 0, 112, last=False)
     wait_for(lambda: len(holders_of("near-victim")) >= 4, what="both writers to map the victim's pages")
     victim.kill()
-    wait_for(lambda: not holders_of("near-victim"), LET_GO_S, "the memory to be free")
-    end = node.two.client.wait(room, Half.SOURCE, timeout_s=20)
+    wait_for(lambda: not holders_of("near-victim"), what="the memory to be free")
+    end = node.two.client.wait(room, Half.SOURCE, timeout_s=EVENT_LIMIT_S)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.ENGINE_LOST), end
 
 
@@ -162,7 +160,7 @@ def test_a_writer_that_is_killed_fails_its_rooms_and_the_next_one_maps_the_pages
     after.offer()
     after.arrives()
     assert node.three.intact()
-    wait_for_none(lambda: node.agent.leftovers() + node.elsewhere.leftovers(), 15)
+    wait_for_none(lambda: node.agent.leftovers() + node.elsewhere.leftovers())
 
 
 def test_the_content_of_a_page_is_what_was_sent_element_by_element(node):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 from agent_fleet import Fleet, fleet_of
-from agent_world import DEPLOYMENT, MODEL, Agent, Engine, Request, wait_for, wait_for_none
+from agent_world import DEPLOYMENT, EVENT_LIMIT_S, MODEL, Agent, Engine, Request, wait_for, wait_for_none
 from fault_judge import WrongJudge, carries
 from fault_table import DONE, NOTHING, failed, refused, wrong
 from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
@@ -31,7 +31,8 @@ from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, Ping, R
 GIB = 1 << 30
 # The message is never in memory as a whole: the kernel provides zero pages on demand.
 ZEROS = bytes(GIB)
-SILENCE_MS = 300
+# An answer is waited for this long, and one that must not come.
+ANSWER_LIMIT_MS, SILENCE_MS = 60_000, 300
 OTHER_MODEL = ModelShape(9, 12, 32, 4)
 
 
@@ -134,8 +135,8 @@ def test_a_room_has_one_target_and_the_second_is_told_so(fleet, judge):
     wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE)["pairs"])
     second, pages = fleet.three, fleet.three.take_pages(0, 40)
     second.client.receive(each.room, fleet.one.endpoint(), pages, 0, 40)
-    end = second.client.wait(each.room, Half.TARGET, timeout_s=30)
-    second.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], 30)
+    end = second.client.wait(each.room, Half.TARGET, timeout_s=EVENT_LIMIT_S)
+    second.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
     second.accept(pages)
     each.offer_chunk(1)
     near, far = ends(each)
@@ -215,7 +216,7 @@ def test_an_engine_hears_no_end_of_a_room_with_which_it_has_not_come_and_is_refu
     each.claim()
     wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE))
     fleet.same.client.cancel(each.room, Half.TARGET)
-    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], 30)
+    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
     fleet.same.accept(each.target_pages)
     wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE)["ended"])
     answer = said(lambda: fleet.one.client.send(each.room, each.source_pages, 0, 40, last=True))
@@ -233,8 +234,8 @@ def test_decode_is_told_at_once_of_a_room_that_prefill_cancels_without_an_offer(
     fleet.one.client.cancel(each.room, Half.SOURCE)
     if claimed == "after":
         each.claim()
-    ended = fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.FAILED], 30)
-    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], 30)
+    ended = fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.FAILED], EVENT_LIMIT_S)
+    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
     fleet.same.accept(each.target_pages)
     answer = said(lambda: fleet.one.client.send(each.room, each.source_pages, 0, 40, last=True))
     fleet.one.free += each.source_pages
@@ -323,7 +324,7 @@ def arrives(fleet: Fleet, target: Engine | None = None) -> None:
 def test_a_peer_of_another_model_is_refused_by_name(fleet, judge, friend):
     judge.begin(fleet.prefill, fleet.decode)
     other = attach(fleet, layout=KVLayout(OTHER_MODEL, Parallel(), 16))
-    answer = PEER.decode(friend.ask(PEER.encode(other), 5000))
+    answer = PEER.decode(friend.ask(PEER.encode(other), ANSWER_LIMIT_MS))
     assert isinstance(answer, Refuse) and "model" in answer.text
     arrives(fleet)
     plays(judge, fleet, refused(answer.reason), NOTHING)
@@ -354,7 +355,7 @@ def test_a_peers_message_of_a_gibibyte_costs_it_the_connection_and_the_worker_no
     pid = fleet.prefill.worker("one")["pid"]
     start = holdings(pid).own_bytes
     friend.socket.send(ZEROS, copy=False)
-    assert friend.events.poll(20_000), "the connection is still there"
+    assert friend.events.poll(ANSWER_LIMIT_MS), "the connection is still there"
     assert holdings(pid).own_bytes < start + GROWTH_BYTES_MAX
     arrives(fleet)
     assert fleet.prefill.worker("one")["pid"] == pid
@@ -364,7 +365,7 @@ def test_a_peers_message_of_a_gibibyte_costs_it_the_connection_and_the_worker_no
 def greet(agent: Agent, data: bytes) -> bytes:
     """Send an agent the first message of an engine; return its answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.settimeout(10)
+        link.settimeout(EVENT_LIMIT_S)
         link.connect(agent.socket)
         link.send(data)
         return link.recv(ENGINE_MESSAGE_BYTES_MAX)
