@@ -15,7 +15,7 @@ from pathlib import Path
 _UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 _UCX_PUT = 33
 # Time limit for an answer of this machine's kernel. A dropped packet gets no answer.
-LIMIT_S = 1.0
+LIMIT_S = 3.0
 # An address that no process maps.
 UNMAPPED = 0x10
 

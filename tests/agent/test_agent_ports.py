@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from own_network import HERE, STRANGER, STRANGER_THERE, THERE, there
 from transport_peer import strike
 
 from longshore_agent.control import curve
+from longshore_agent.supervisor.restarts import DYING_S
 from longshore_client import Half, RoomEventKind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/security.md"
@@ -54,7 +56,7 @@ def placed(directory: Path, kind: str, hosts: tuple[str, str], **settings: str) 
         "LONGSHORE_KEYS_DIRECTORY": str(directory),
         "LONGSHORE_NETWORK_POLICY": "true",
         "LONGSHORE_HEARTBEAT_S": "0.2",
-        "LONGSHORE_PEER_TIMEOUT_S": "3",
+        "LONGSHORE_PEER_TIMEOUT_S": "8",
     }
     world = World(directory, **settings)
     try:
@@ -153,7 +155,10 @@ def test_strangers_reach_no_data_port_and_attached_peers_do_as_long_as_they_are_
             assert worker["data_path"] == "Filtered"
             ports = [port["port"] for port in worker["data_ports"]]
             assert not any(strangers_reach(agent, port) for port in ports)
-            assert all(port["refused"] > 0 for port in worker_of(agent, engine)["data_ports"])
+            wait_for(
+                lambda side=(agent, engine): all(port["refused"] > 0 for port in worker_of(*side)["data_ports"]),
+                what="the refusals to be told",
+            )
             assert agent.metric("longshore_data_port_refusals_total") >= len(ports)
             assert agent.metric("longshore_data_ports", protection="Filtered") == len(ports)
         ports = [port["port"] for port in worker_of(place.decode, place.target)["data_ports"]]
@@ -184,6 +189,7 @@ def test_a_stranger_writes_into_no_kv_page_of_an_agent_over_ucx_and_ends_no_work
 def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_goes_on(tmp_path, kind):
     with placed(tmp_path, kind, (HERE, THERE), LONGSHORE_RESTART_BACKOFF_MAX_S="1") as place:
         wait_for(lambda: place.decode.ask("/readyz")[0] == 200)
+        begun_s = time.monotonic()
         for death in range(1, 4):
             assert place.decode.ask("/readyz")[0] == 200
             epoch = place.target.client.epoch
@@ -197,6 +203,11 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
             assert place.decode.metric("longshore_worker_restarts_total") == death
             moves(place)
         code, body = place.decode.ask("/readyz")
+        assert place.prefill.ask("/readyz")[0] == 200
+        assert place.target.intact()
+        if time.monotonic() - begun_s > DYING_S:
+            # A machine on which three workers do not even start within a minute.
+            return
         (check,) = [check for check in json.loads(body)["checks"] if check["name"] == "Workers"]
         assert (code, check["reason"]) == (503, "WorkersDying")
         assert (
@@ -204,8 +215,6 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
             in check["message"]
         )
         assert any(text.startswith("WorkersDying: ") for text in place.decode.status()["unready"])
-        assert place.prefill.ask("/readyz")[0] == 200
-        assert place.target.intact()
 
 
 @pytest.mark.own_network

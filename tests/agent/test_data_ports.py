@@ -32,8 +32,8 @@ from longshore_agent.transports.own_network import interface_of, numeric
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS
 
-# Long enough for an answer of this machine. A dropped packet gets no answer.
-ANSWER_LIMIT_S = 0.5
+# Long enough for an answer of this machine. A dropped packet gets no answer, so each one takes this long.
+ANSWER_LIMIT_S = 1.5
 BACKENDS = ("NIXL", "Mooncake")
 RDMA = ("mlx5_0:1",)
 
@@ -223,7 +223,7 @@ def test_a_connection_that_stands_goes_on_when_its_peer_is_not_admitted_any_more
         ports.admit([THERE])
         with there(socket.create_connection, listener.getsockname()) as caller, listener.accept()[0] as accepted:
             ports.admit(())
-            accepted.settimeout(ANSWER_LIMIT_S)
+            accepted.settimeout(60)
             caller.sendall(b"still here")
             assert accepted.recv(16) == b"still here"
         assert not there(reaches, THERE, HERE, listener.getsockname()[1])

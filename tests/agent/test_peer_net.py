@@ -18,7 +18,7 @@ from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, PeerMes
 LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
 ATTACH = Attach(PROTOCOL_VERSION, "d", "decode", 1, LAYOUT, "Loopback", b"", None, (), 0)
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 # Longer than a closed ZeroMQ connection lingers and reconnects to send its pending messages.
 LINGER_S = 0.3
 

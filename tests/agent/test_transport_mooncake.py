@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, mooncake_ports, post, row, strike
+from transport_peer import ANSWER_LIMIT_S, PeerProcess, finish, mooncake_ports, post, row, strike
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import Wire, WriteState
@@ -26,6 +27,7 @@ from longshore_agent.transports.state import Regions, seal
 
 REGION_BYTES = 16 << 20
 BEATS_MIN = 10
+TRIES_MAX = 20
 POISON = 0xA5
 MAGIC = b"LSMOON01"
 # The library's framing of a write: bytes, address, operation with the flag that asks for an acknowledgement.
@@ -63,7 +65,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 
 def exchange(link: socket.socket, data: bytes, answer_bytes: int) -> bytes:
-    link.settimeout(10.0)
+    link.settimeout(ANSWER_LIMIT_S)
     link.sendall(data)
     answer = b""
     while len(answer) < answer_bytes and (part := link.recv(answer_bytes - len(answer))):
@@ -107,7 +109,7 @@ def test_a_first_write_to_a_stopped_peer_holds_up_neither_its_poster_nor_writes_
     scene.peer.signal(signal.SIGSTOP)
     stuck = scene.post(4096)
     write = post(scene.transport, name, row(scene.source.ctypes.data), row(target), row(4096), b"")
-    assert finish(scene.transport, write, limit_s=5.0) is WriteState.DONE
+    assert finish(scene.transport, write) is WriteState.DONE
     assert scene.transport.state(stuck) is WriteState.OPEN
     scene.peer.signal(signal.SIGCONT)
     assert finish(scene.transport, stuck) is WriteState.DONE
@@ -120,30 +122,22 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
     scene.transport.connect(scene.peer.metadata())
     steps = np.arange(count, dtype=np.uint64) * np.uint64(size)
     order = np.random.default_rng(2).permutation(count)
-    write = post(
-        scene.transport,
-        scene.name,
-        (np.uint64(scene.source.ctypes.data) + steps)[order],
-        (np.uint64(target) + steps)[order],
-        np.full(count, size, dtype=np.uint64),
-        b"",
-    )
-    beats = 0
-    stop = threading.Event()
+    sources, targets = (np.uint64(scene.source.ctypes.data) + steps)[order], (np.uint64(target) + steps)[order]
 
-    def beat() -> None:
-        nonlocal beats
-        while not stop.wait(0.001):
-            beats += 1
+    def beats() -> int:
+        """Write all pieces; return how often another thread ran meanwhile."""
+        write = post(scene.transport, scene.name, sources, targets, np.full(count, size, dtype=np.uint64), b"")
+        stop, counted = threading.Event(), itertools.count()
+        heart = threading.Thread(target=lambda: [next(counted) for _ in iter(lambda: stop.wait(0.001), True)])
+        heart.start()
+        assert finish(scene.transport, write) is WriteState.DONE
+        stop.set()
+        heart.join()
+        return next(counted)
 
-    heart = threading.Thread(target=beat)
-    heart.start()
-    assert finish(scene.transport, write) is WriteState.DONE
-    stop.set()
-    heart.join()
+    # If the call kept Python's GIL, there would be only one or two beats. On a busy machine the thread may get no processor.
+    assert any(beats() >= BEATS_MIN for _ in range(TRIES_MAX))
     assert scene.peer.read(1, 0, count * size) == scene.source[: count * size].tobytes()
-    # If the call had kept Python's GIL, there would be only one or two beats.
-    assert beats >= BEATS_MIN
 
 
 class CountingEngine:
@@ -190,7 +184,7 @@ def test_a_write_to_a_peer_that_died_fails_soon_and_says_where_to_and_how_much(s
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
     scene.peer.signal(signal.SIGKILL)
     write = scene.post(4096)
-    assert finish(scene.transport, write, limit_s=10.0) is WriteState.FAILED
+    assert finish(scene.transport, write) is WriteState.FAILED
     assert not scene.transport.release(write)
     assert f"peer {scene.name!r} at 127.0.0.1:" in write.error
     assert "1 of them, 4096 bytes" in write.error
@@ -199,7 +193,7 @@ def test_a_write_to_a_peer_that_died_fails_soon_and_says_where_to_and_how_much(s
 def test_a_peer_that_died_before_the_first_write_is_not_reached_and_nothing_was_begun(scene: Scene) -> None:
     scene.peer.signal(signal.SIGKILL)
     write = scene.post(4096)
-    assert finish(scene.transport, write, limit_s=10.0) is WriteState.FAILED
+    assert finish(scene.transport, write) is WriteState.FAILED
     assert scene.transport.release(write)
     assert "cannot be reached" in write.error
 
@@ -208,7 +202,7 @@ def test_a_write_that_had_begun_lands_after_its_memory_was_deregistered(scene: S
     half = 32768
     with socket.create_connection(("127.0.0.1", mooncake_ports(scene.peer.process.pid)["data"])) as link:
         link.sendall(WRITE.pack(2 * half, scene.target, ACKNOWLEDGED_WRITE) + b"\1" * half)
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + ANSWER_LIMIT_S
         while scene.peer.read(0, 0, 1) != b"\1" and time.monotonic() < end:
             pass
         scene.peer.ask("deregister", region=0)
@@ -229,7 +223,7 @@ def test_junk_on_the_data_port_changes_no_memory_and_ends_nothing(scene: Scene) 
             # A refused connection is closed, maybe before all of it was sent.
             link.sendall(junk)
             link.shutdown(socket.SHUT_WR)
-            link.settimeout(10.0)
+            link.settimeout(ANSWER_LIMIT_S)
             link.recv(8)
     assert scene.peer.read(0, 0, REGION_BYTES) == bytes([POISON]) * REGION_BYTES
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
@@ -242,8 +236,8 @@ def test_junk_on_the_handshake_port_ends_that_process_and_no_other(scene: Scene)
     name = scene.transport.connect(other.metadata())
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
     strike(mooncake_ports(scene.peer.process.pid)["handshake"])
-    assert scene.peer.process.wait(10.0) == -signal.SIGABRT
-    assert finish(scene.transport, scene.post(4096), limit_s=10.0) is WriteState.FAILED
+    assert scene.peer.process.wait(ANSWER_LIMIT_S) == -signal.SIGABRT
+    assert finish(scene.transport, scene.post(4096)) is WriteState.FAILED
     write = post(scene.transport, name, row(scene.source.ctypes.data), row(target), row(4096), b"")
     assert finish(scene.transport, write) is WriteState.DONE
     assert other.close() == 0
@@ -267,7 +261,7 @@ def test_a_peer_that_answers_with_junk_fails_the_write_and_nothing_else(scene: S
         port = server.getsockname()[1]
         name = scene.transport.connect(seal(MAGIC, ["liar", "life", "", "127.0.0.1", port, [(4096, 4096)]]))
         write = post(scene.transport, name, row(scene.source.ctypes.data), row(4096), row(4096), b"")
-        assert finish(scene.transport, write, limit_s=10.0) is WriteState.FAILED
+        assert finish(scene.transport, write) is WriteState.FAILED
         server.shutdown(socket.SHUT_RDWR)
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
 

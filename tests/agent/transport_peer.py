@@ -27,7 +27,7 @@ from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, Transport, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 
-ANSWER_LIMIT_S = 20.0
+ANSWER_LIMIT_S = 90.0
 
 
 def row(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_world import wait_for
 from left_behind import marked
 
 from longshore_cli.lifetime import PartEndedError, parts_watched
@@ -26,6 +27,8 @@ from longshore_client import Client, Half, RoomEventKind, connect, create_region
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 SHAPE = ModelShape(8, 8, 64, 4)
+LIMIT_S = 120.0
+ROOMS_MAX = 8
 # Loads no large library, starts an agent and prints its PID.
 PARENT = """
 import sys, pathlib
@@ -51,11 +54,16 @@ def engine(agent: LocalAgent, instance: str, page_size: int, half: Half, tokens:
     layout = KVLayout(SHAPE, Parallel(), page_size)
     geometry = pool_geometry(layout, tokens // page_size)
     descriptor, memory = create_region(geometry.region_bytes[0], "kv")
-    client = connect(agent.socket_path, instance=instance, layout=layout, roles=(half,), timeout_s=60)
+    client = connect(agent.socket_path, instance=instance, layout=layout, roles=(half,), timeout_s=LIMIT_S)
     client.register_pool(0, geometry, [descriptor])
     os.close(descriptor)
     assert isinstance(memory, mmap.mmap)
     return client, np.frombuffer(memory, np.float32).reshape(16, -1, 512)[:, :tokens]
+
+
+def lanes_of(page: MetricsPage) -> dict[str, float]:
+    """Return the bytes that each lane has written."""
+    return page.by("lane", "longshore_lane_bytes_total", worker="P/0/0")
 
 
 @pytest.mark.slow
@@ -68,17 +76,27 @@ def test_every_lane_writes_at_least_a_tenth_of_a_single_pair_s_bytes(directory: 
         decode, target = engine(far, "D", 32, Half.TARGET, tokens)
         with prefill, decode:
             source[:] = np.random.default_rng(1).random(source.shape, dtype=np.float32)
-            decode.receive(1, prefill.endpoint(60), list(range(tokens // 32)), 0, tokens)
-            prefill.send(1, list(range(tokens // 16)), 0, tokens, last=True)
-            assert decode.wait(1, Half.TARGET, timeout_s=60).kind is RoomEventKind.DONE
-            assert prefill.wait(1, Half.SOURCE, timeout_s=60).kind is RoomEventKind.DONE
-            page = near.metrics()
-            lanes = page.by("lane", "longshore_lane_bytes_total", worker="P/0/0")
+            assert source.nbytes == 128 << 20
+
+            def moved(room: int) -> MetricsPage:
+                """Move a room; return the metrics after it."""
+                decode.receive(room, prefill.endpoint(LIMIT_S), list(range(tokens // 32)), 0, tokens)
+                prefill.send(room, list(range(tokens // 16)), 0, tokens, last=True)
+                assert decode.wait(room, Half.TARGET, timeout_s=LIMIT_S).kind is RoomEventKind.DONE
+                assert prefill.wait(room, Half.SOURCE, timeout_s=LIMIT_S).kind is RoomEventKind.DONE
+                # A page shows a worker that does not answer in time as it last was.
+                return wait_for(lambda: room * source.nbytes == sum(lanes_of(page := near.metrics()).values()) and page)
+
+            # A lane's thread may get no processor during one room on a busy machine.
+            for room in range(1, ROOMS_MAX + 1):
+                page = moved(room)
+                lanes = lanes_of(page)
+                if min(lanes.values()) >= 0.1 * room * source.nbytes:
+                    break
             status = near.status()
         assert np.array_equal(source, target)
-    assert sum(lanes.values()) == source.nbytes == 128 << 20
     assert sorted(lanes) == ["0", "1", "2", "3"]
-    assert min(lanes.values()) >= 0.1 * source.nbytes, lanes
+    assert min(lanes.values()) >= 0.1 * room * source.nbytes, lanes
     assert page.total("longshore_slabs_total", way="staged", half="source") > 100
     assert [worker["worker"] for worker in status["workers"]] == ["P/0/0"]
     assert not (directory / "p" / "agent.sock").exists()
@@ -90,7 +108,7 @@ def test_an_agent_ends_when_the_process_that_started_it_is_killed(directory: Pat
         agent_pid = int(run.read_until("agent").split()[1])
         agent = os.pidfd_open(agent_pid)
         run.process.send_signal(signal.SIGKILL)
-        assert select.select([agent], [], [], 20)[0], "the agent lives on"
+        assert select.select([agent], [], [], LIMIT_S)[0], "the agent lives on"
         os.close(agent)
         assert not (directory / "a" / "agent.sock").exists()
 
