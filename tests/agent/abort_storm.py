@@ -66,7 +66,7 @@ SETTINGS = Settings(
 LOOPBACK_DELAY_NS = 800_000
 SWITCH_S = 0.0002
 # Time limit for a round on a machine with other load.
-ROUND_LIMIT_S = 60.0
+ROUND_LIMIT_S = 240.0
 
 
 def base_content() -> np.ndarray:
@@ -253,7 +253,7 @@ class Storm:
     def close(self) -> int:
         self.decode.note(close=True)
         try:
-            return self.process.wait(20.0)
+            return self.process.wait(ROUND_LIMIT_S)
         finally:
             self.process.kill()
             self.process.wait()

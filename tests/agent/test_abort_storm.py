@@ -29,7 +29,7 @@ ROUNDS_MAX = 2500
 ROUNDS_A_LOOK = 20
 # The same with real agents and clients, which take far longer for a room.
 AGENT_ROOMS_COUNT = 50
-AGENT_ROOMS_MAX = 600
+AGENT_ROOMS_MAX = 2000
 
 
 @pytest.fixture(params=sorted(KINDS))

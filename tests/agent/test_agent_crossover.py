@@ -179,6 +179,6 @@ def test_an_agent_with_a_faulty_table_does_not_start_and_names_the_file_and_the_
     path.write_text('{"version": 1, "measured": [{"backend": "NIXL", "wire": "TCP", "rows": []}]}')
     environment = {"LONGSHORE_RUN_DIRECTORY": str(tmp_path / "run"), "LONGSHORE_CROSSOVER_FILE": str(path)}
     command = [sys.executable, "-m", "longshore_agent.main"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 2
     assert f"{path}: measured[0] (NIXL over TCP): rows" in ended.stderr

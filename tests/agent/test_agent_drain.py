@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from agent_fleet import World
-from agent_world import START_LIMIT_S, Agent, is_worker, wait_for
+from agent_world import EVENT_LIMIT_S, START_LIMIT_S, Agent, is_worker, wait_for
 from fault_judge import carries
 from fault_table import DONE, wrong
 
@@ -58,12 +58,12 @@ class Pair:
 
     def move(self, room: int, tokens: int) -> None:
         """Claim and offer the first tokens; do not wait for them."""
-        self.reader.receive(room, self.writer.endpoint(10), self.pages[1][:tokens], 0, tokens)
+        self.reader.receive(room, self.writer.endpoint(START_LIMIT_S), self.pages[1][:tokens], 0, tokens)
         self.writer.send(room, self.pages[0][:tokens], 0, tokens, last=True)
 
     def arrived(self, room: int, tokens: int) -> bool:
         """Wait for the end of a room, and compare its tokens one by one."""
-        assert self.reader.wait(room, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
+        assert self.reader.wait(room, Half.TARGET, timeout_s=EVENT_LIMIT_S).kind is RoomEventKind.DONE
         return self.has_arrived(tokens)
 
     def has_arrived(self, tokens: int) -> bool:
@@ -91,7 +91,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         LONGSHORE_LOOPBACK_FAULTS=msgspec.json.encode([rule]).decode(),
         LONGSHORE_FORCE_WAY="Staged",
         LONGSHORE_HEARTBEAT_S="0.2",
-        LONGSHORE_PEER_TIMEOUT_S="2",
+        LONGSHORE_PEER_TIMEOUT_S="10",
     )
     try:
         agent = world.agent("agent")
@@ -134,7 +134,7 @@ def test_lists_of_131072_pages_pass_in_both_directions_through_sockets_with_defa
     pair.fill()
     pair.move(1, PAGE_COUNT)
     assert pair.arrived(1, PAGE_COUNT)
-    judge.sees(pair.writer.wait(1, Half.SOURCE, timeout_s=30).kind.name, DONE)
+    judge.sees(pair.writer.wait(1, Half.SOURCE, timeout_s=EVENT_LIMIT_S).kind.name, DONE)
     judge.counts()
 
 
@@ -148,14 +148,17 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
 
     pair.agent.process.kill()
     pair.agent.process.wait()
-    wait_for(lambda: not any(is_worker(pid) for pid in children), 10, "orphaned workers to end")
+    wait_for(lambda: not any(is_worker(pid) for pid in children), what="orphaned workers to end")
     pair.gate.touch()
     pair.agent.start()
 
     # The engines repeat both halves, and new workers listen at the old ports. So the room is done, unless the reader's
     # worker started so much earlier than the writer's that it considers the writer lost. Then both engines get the
     # failure.
-    ends = [client.wait(2, half, timeout_s=60) for client, half in zip((pair.writer, pair.reader), Half, strict=True)]
+    ends = [
+        client.wait(2, half, timeout_s=EVENT_LIMIT_S)
+        for client, half in zip((pair.writer, pair.reader), Half, strict=True)
+    ]
     assert {end.reason for end in ends} in ({Reason.NONE}, {Reason.PEER_LOST}), ends
     assert {end.kind for end in ends} == {RoomEventKind.FAILED if ends[0].reason else RoomEventKind.DONE}, ends
     assert ends[0].reason or pair.has_arrived(1000)
@@ -176,7 +179,7 @@ def answers_to_the_end(agent: Agent) -> set[int]:
 def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves_nothing(pair):
     pair.fill()
     # The room is claimed but not fully offered when the agent is told to end.
-    pair.reader.receive(5, pair.writer.endpoint(10), pair.pages[1][1000:1100], 0, 100)
+    pair.reader.receive(5, pair.writer.endpoint(START_LIMIT_S), pair.pages[1][1000:1100], 0, 100)
     wait_for(lambda: pair.agent.room(5, Half.SOURCE), what="the claim at the source")
     pair.mark.unlink(missing_ok=True)
     pair.gate.unlink()
@@ -189,21 +192,21 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves
     wait_for(lambda: {worker["state"] for worker in pair.agent.status()["workers"]} == {"draining"})
     assert pair.agent.ask("/readyz")[0] == 503
     with pytest.raises(HelloRefused, match="takes no engine now") as refused:
-        connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=2)
+        connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=5)
     assert refused.value.reason is Reason.SHUTTING_DOWN
     with pytest.raises(Busy, match="the agent stops"):
         pair.writer.send(6, pair.pages[0][:10], 0, 10, last=True)
     with pytest.raises(Busy, match="the agent stops"):
-        pair.reader.receive(7, pair.writer.endpoint(10), pair.pages[1][2000:2010], 0, 10)
+        pair.reader.receive(7, pair.writer.endpoint(START_LIMIT_S), pair.pages[1][2000:2010], 0, 10)
     pair.writer.send(5, pair.pages[0][1000:1100], 0, 100, last=True)
     with ThreadPoolExecutor(1) as asking:
         assert pair.agent.ask("/v1/status")[0] == 200
         asked = asking.submit(answers_to_the_end, pair.agent)
         pair.gate.touch()
         assert pair.arrived(4, 1000)
-        assert pair.reader.wait(5, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
-        assert pair.writer.wait(5, Half.SOURCE, timeout_s=30).kind is RoomEventKind.DONE
-        assert pair.agent.process.wait(20) == 0
+        assert pair.reader.wait(5, Half.TARGET, timeout_s=EVENT_LIMIT_S).kind is RoomEventKind.DONE
+        assert pair.writer.wait(5, Half.SOURCE, timeout_s=EVENT_LIMIT_S).kind is RoomEventKind.DONE
+        assert pair.agent.process.wait(EVENT_LIMIT_S) == 0
         assert asked.result() <= {200, 503}
     assert not any(is_worker(pid) for pid in children)
     assert {path.name for path in pair.agent.directory.iterdir()} == {"log", "lives.json"}

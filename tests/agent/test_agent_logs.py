@@ -93,7 +93,7 @@ def test_lines_on_workers_carry_their_instance_and_reason(place: Place) -> None:
 
 def test_a_line_of_the_http_server_is_one_object_too(place: Place) -> None:
     host = place.prefill.http.removeprefix("http://")
-    connection = http.client.HTTPConnection(host, timeout=10)
+    connection = http.client.HTTPConnection(host, timeout=EVENT_LIMIT_S)
     connection.connect()
     assert connection.sock is not None
     connection.sock.sendall(b"no request\r\n\r\n")

@@ -93,7 +93,7 @@ def test_an_agent_whose_data_ports_others_reach_does_not_start_and_says_why_and_
         "LONGSHORE_RUN_DIRECTORY": str(tmp_path / "run"),
     }
     command = [sys.executable, "-m", "longshore_agent.main"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 2
     assert "LONGSHORE_BIND_HOST is 203.0.113.9 and LONGSHORE_HOST_NETWORK is True" in ended.stderr
     assert "LONGSHORE_WIRES=SharedMemory" in ended.stderr and "LONGSHORE_ALLOW_OPEN_DATA_PATH=true" in ended.stderr

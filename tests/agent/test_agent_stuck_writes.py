@@ -17,7 +17,7 @@ def test_a_writer_whose_writes_never_end_is_replaced_with_the_reason_and_its_roo
     rule = {"kind": "hold", "count": None, "when": str(broken), "until": str(tmp_path / "never")}
     world = World(
         tmp_path,
-        LONGSHORE_WRITE_TIMEOUT_S="1",
+        LONGSHORE_WRITE_TIMEOUT_S="4",
         LONGSHORE_HEARTBEAT_S="0.2",
         LONGSHORE_RETRY_MS="50",
         LONGSHORE_FORCE_WAY=way,

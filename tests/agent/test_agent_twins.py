@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from agent_fleet import World
-from agent_world import Request, wait_for, wait_for_none
+from agent_world import EVENT_LIMIT_S, Request, wait_for, wait_for_none
 
 from longshore_client import Half
 from longshore_wire.engine_messages import RoomEventKind
@@ -17,7 +17,7 @@ from longshore_wire.errors import Reason
 
 @pytest.fixture
 def place(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("twins"), LONGSHORE_HEARTBEAT_S="0.1", LONGSHORE_PEER_TIMEOUT_S="1")
+    world = World(tmp_path_factory.mktemp("twins"), LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="4")
     left, right = world.agent("left"), world.agent("right")
     prefill = world.engine(left, "prefill", 2)
     older = world.engine(left, "twin", roles=[Half.TARGET]).result()
@@ -45,7 +45,7 @@ def test_the_newer_twin_is_served_and_the_older_one_fails_with_the_name_and_the_
         room.claim()
         # No bytes may arrive.
         rank.expected[:] = before
-        end = place.older.client.wait(room.room, Half.TARGET, "prefill", timeout_s=20)
+        end = place.older.client.wait(room.room, Half.TARGET, "prefill", timeout_s=EVENT_LIMIT_S)
         assert end.kind is RoomEventKind.FAILED
         assert end.reason in (Reason.PEER_LOST, Reason.STALE_EPOCH)
         return end.text if end.reason is Reason.STALE_EPOCH else ""
@@ -62,7 +62,7 @@ def test_the_newer_twin_is_served_and_the_older_one_fails_with_the_name_and_the_
         each.arrives()
     assert place.newer.intact()
     assert place.older.intact()
-    wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()], 10)
+    wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()])
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def prefill_place(tmp_path_factory):
     world = World(
         directory,
         LONGSHORE_HEARTBEAT_S="0.2",
-        LONGSHORE_PEER_TIMEOUT_S="3",
+        LONGSHORE_PEER_TIMEOUT_S="4",
         LONGSHORE_FORCE_WAY="Staged",
         LONGSHORE_RING_BYTES=str(1 << 20),
         LONGSHORE_SLAB_BYTES_MIN="64Ki",
@@ -107,7 +107,7 @@ def test_a_claim_from_a_second_prefill_engine_of_one_name_frees_nothing_that_the
     before = place.target.ranks[0].expected.copy()
     wrong.claim()
     place.target.ranks[0].expected[:] = before
-    end = place.target.client.wait(wrong.room, Half.TARGET, "twin", timeout_s=20)
+    end = place.target.client.wait(wrong.room, Half.TARGET, "twin", timeout_s=EVENT_LIMIT_S)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.STALE_EPOCH)
     assert re.search("prefill twin rank [01] answers at", end.text) and "give each its own" in end.text
     place.target.client.wait(wrong.room, Half.TARGET, "twin", [RoomEventKind.RELEASED])
@@ -122,4 +122,4 @@ def test_a_claim_from_a_second_prefill_engine_of_one_name_frees_nothing_that_the
     place.gate.touch()
     held.arrives()
     assert place.target.intact()
-    wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()], 10)
+    wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import agent_world
 import pytest
-from agent_world import Agent, Engine, EngineProcess, Request, is_worker, wait_for
+from agent_world import START_LIMIT_S, Agent, Engine, EngineProcess, Request, is_worker, wait_for
 
 from longshore_agent.worker import ending
 from longshore_client import Half, Reason, RoomEventKind
@@ -114,7 +114,7 @@ def test_a_device_that_hangs_fails_its_rooms_and_readiness_with_the_reason_and_i
     assert HANGS in place.unready()
     for sign in ("hangs-decode", "hold"):
         (place.signs / sign).unlink()
-    wait_for(lambda: not place.unready(), 90, "the next worker")
+    wait_for(lambda: not place.unready(), START_LIMIT_S, "the next worker")
     again = place.agent.worker("decode")
     assert (again["error"], again["restarts"]) == ("", 1)
     move(prefill, decode)

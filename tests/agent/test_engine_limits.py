@@ -41,7 +41,8 @@ def test_engines_come_in_past_more_silent_connections_than_may_wait_and_those_ar
     engine = Engine(agent, "engine")
     assert agent.worker("engine")["state"] == "ready"
     said = [connection.recv(1 << 16) for connection in waiting]
-    assert b"connections have not said Hello" in said[0]
+    # The oldest ones, unless a busy machine took so long that their time had passed.
+    assert any(b"connections have not said Hello" in text for text in said)
     assert f"no Hello within {HELLO_LIMIT_S:g} s".encode() in said[-1]
     assert [connection.recv(1) for connection in waiting] == [b""] * len(waiting)
     for connection in waiting:

@@ -131,7 +131,7 @@ def test_real_agents_of_two_revisions_move_pages_in_both_directions(world: World
         request = Request(source, target, 300)
         request.claim()
         request.offer()
-        ends = request.ends(60)
+        ends = request.ends()
         assert {end.kind for end in ends} == {RoomEventKind.DONE}, ends
         assert target.intact()
     for agent in (old, new):

@@ -15,7 +15,7 @@ from longshore_agent.errors import PoolError
 from longshore_agent.memory import host_memory
 from longshore_agent.memory.host_memory import map_shared
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 PAGE_BYTES = 4096
 _MAP = """
 import os

@@ -39,7 +39,7 @@ from longshore_wire.peer_messages import RegionInfo
 from longshore_wire.slabs import slab_bytes
 
 SIZE = 1 << 20
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 REFUSED = ("MC_FORCE_TCP", "MC_FORCE_SHM", "MC_USE_TENT", "MC_USE_TEV1", "MC_SLICE_TIMEOUT")
 
 

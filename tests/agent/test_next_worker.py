@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from agent_fleet import World
-from agent_world import Request, room_ids, wait_for, wait_for_none
+from agent_world import EVENT_LIMIT_S, Request, room_ids, wait_for, wait_for_none
 
 from longshore_agent.control.node_link import RoomFailed, Started
 from longshore_agent.settings import Settings
@@ -91,7 +91,7 @@ def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_ser
 
 @pytest.fixture
 def place(tmp_path):
-    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="2", LONGSHORE_DIRECT="true")
+    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="4", LONGSHORE_DIRECT="true")
     agent = world.agent("agent")
     prefill = world.engine(agent, "prefill", 2, roles=[Half.SOURCE])
     decode = world.engine(agent, "decode", roles=[Half.TARGET])
@@ -105,7 +105,7 @@ def test_an_offer_that_is_said_to_a_rank_s_next_worker_fails_if_a_sibling_has_fa
     os.kill(place.agent.worker("prefill")["pid"], signal.SIGKILL)
     place.prefill.ranks[1].client.cancel(each.room, Half.SOURCE)
 
-    end = place.prefill.ranks[0].client.wait(each.room, Half.SOURCE, timeout_s=20)
+    end = place.prefill.ranks[0].client.wait(each.room, Half.SOURCE, timeout_s=EVENT_LIMIT_S)
 
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
     assert end.text.endswith("at a sibling rank: cancelled by its engine")
@@ -118,7 +118,7 @@ def fail_rooms(client: Client, count: int) -> None:
         room = next(room_ids)
         client.send(room, [0], 0, 1, last=False)
         client.cancel(room, Half.SOURCE)
-        client.wait(room, Half.SOURCE, kinds=[RoomEventKind.RELEASED], timeout_s=20)
+        client.wait(room, Half.SOURCE, kinds=[RoomEventKind.RELEASED], timeout_s=EVENT_LIMIT_S)
         client.poll()
 
 
@@ -147,7 +147,7 @@ def test_a_worker_that_stood_still_hears_of_all_rooms_that_its_siblings_have_fai
     finally:
         os.kill(stopped, signal.SIGCONT)
 
-    end = place.prefill.ranks[1].client.wait(each.room, Half.SOURCE, timeout_s=20)
+    end = place.prefill.ranks[1].client.wait(each.room, Half.SOURCE, timeout_s=EVENT_LIMIT_S)
 
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
     wait_for(lambda: place.agent.worker("prefill", 1)["silent_s"] < 1, what="an answer of the worker")
@@ -181,7 +181,7 @@ def test_a_rank_gets_no_new_worker_while_a_neighbour_may_still_write_the_pages_t
 
 
 def test_a_room_that_failed_while_its_prefill_agent_was_ended_and_started_again_fails_there_too(tmp_path):
-    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="1", LONGSHORE_LEASE_S="30")
+    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="4", LONGSHORE_LEASE_S="60")
     try:
         near, far = world.agent("near"), world.agent("far")
         prefill = world.engine(near, "prefill", roles=[Half.SOURCE]).result()
@@ -194,14 +194,14 @@ def test_a_room_that_failed_while_its_prefill_agent_was_ended_and_started_again_
         endpoint = prefill.endpoint()
         near.stop()
         decode.client.receive(second.room, endpoint, second.target_pages, 0, second.total)
-        failed = decode.client.wait(second.room, Half.TARGET, "prefill", timeout_s=20)
+        failed = decode.client.wait(second.room, Half.TARGET, "prefill", timeout_s=EVENT_LIMIT_S)
         assert (failed.kind, failed.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST)
 
         near.start()
         wait_for(lambda: prefill.client.connected)
         try:
             second.offer()
-            reason = prefill.client.wait(second.room, Half.SOURCE, timeout_s=20).reason
+            reason = prefill.client.wait(second.room, Half.SOURCE, timeout_s=EVENT_LIMIT_S).reason
         except LongshoreError as refused:
             # The agent already knew of the failure.
             reason = refused.reason

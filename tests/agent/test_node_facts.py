@@ -54,7 +54,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))
 from longshore_agent.status.node_facts import read
 sys.stdout.buffer.write(msgspec.json.encode(read()))
 """
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=240)
     found = msgspec.json.decode(done.stdout, type=NodeFacts)
     assert (found.memlock_bytes, found.descriptors) == (4096, 99)
     assert found.shared_memory_bytes > 0

@@ -33,7 +33,7 @@ SHAPE = Shape(layers=2, split=True)
 ATTACH = Attach(
     1, "test", "decode", 9, SHAPE.layout, "Loopback", b"", None, (PoolInfo(0, SHAPE.geometry, ()),), 1 << 20
 )
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_a_worker_whose_control_thread_fails_ends_at_once_and_says_why() -> None
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 70
@@ -59,7 +59,7 @@ Worker._close(SimpleNamespace(mover=mover, requests=requests, engine=closed, net
 
 
 def test_a_worker_with_a_write_that_never_ends_is_gone_though_its_transport_does_not_close() -> None:
-    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr
     assert "in _close" in ended.stderr

@@ -20,7 +20,7 @@ from longshore_wire.errors import Reason
 UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
 LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
 # Time to load a worker's libraries on a busy machine.
-START_LIMIT_S = 60.0
+START_LIMIT_S = 240.0
 # Delays the import of fastapi until a file exists.
 GATE = """
 import pathlib, sys, time
@@ -41,7 +41,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Superviso
     thread.start()
     yield found
     found.stop()
-    thread.join(30)
+    thread.join(START_LIMIT_S)
     assert not thread.is_alive()
 
 
