@@ -26,7 +26,7 @@ from longshore_wire.engine_messages import (
     Welcome,
 )
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def accept_all(message: ToAgent) -> ToEngine | None:

@@ -89,7 +89,7 @@ def told_engine(path, *groups):
         check=False,
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=3 * WAIT_S,
     )
     return done.stdout + done.stderr
 

@@ -30,7 +30,7 @@ spec:
   prefill: {tensorParallel: 2, pageSize: 16, nodeSelector: {a: b}}
   decode: {tensorParallel: 1, pageSize: 16, nodeSelector: {a: b}}
 """).agent_config()
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_it_ends_after_silence(program) -> None:
 
 
 def test_it_answers_each_request_until_its_input_ends(tmp_path: Path, program) -> None:
-    process = program(LIMIT_S)
+    process = program(10 * LIMIT_S)
 
     def answer(line: bytes) -> str:
         process.stdin.write(line + b"\n")

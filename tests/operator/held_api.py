@@ -26,7 +26,7 @@ from longshore_operator.ownership import Claim
 from longshore_operator.settings import Settings
 
 HOST = "127.0.0.1"
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 # Deployments, each of which first needs keys.
 DEPLOYMENT_COUNT = 6
 # The kinds that the operator watches, and those that kopf requires before it starts.

@@ -255,7 +255,7 @@ def test_an_agent_has_as_long_to_answer_as_is_set() -> None:
         async with Agents(1) as agents:
             short, long = agents.poller(poll_timeout_s=0.05), agents.poller(poll_timeout_s=600.0)
             tasks = [asyncio.create_task(each.run()) for each in (short, long)]
-            await soon(lambda: short.silent_count == 1 and agents.asked == 2)
+            await soon(lambda: short.silent_count == 1 and agents.asked >= 2)
             assert long.silent_count == 0
             for task in tasks:
                 task.cancel()
