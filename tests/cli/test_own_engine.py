@@ -31,7 +31,7 @@ def test_the_example_prints_what_its_page_shows() -> None:
         with marked(arguments) as up:
             up.read_until("Ctrl-C")
             done = subprocess.run(
-                [sys.executable, str(EXAMPLE), directory], check=False, capture_output=True, text=True, timeout=200
+                [sys.executable, str(EXAMPLE), directory], check=False, capture_output=True, text=True, timeout=600
             )
     assert done.returncode == 0, done.stderr
     assert [done.stdout] == blocks("")

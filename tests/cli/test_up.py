@@ -27,6 +27,7 @@ spec:
   transfer: {backend: Loopback}
 """
 SHAPE = ModelShape(4, 4, 32, 4)
+LIMIT_S = 120.0
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def rank(stack: ExitStack, socket: str, instance: str, layout: KVLayout, half: H
     geometry = pool_geometry(layout, 8)
     descriptor, memory = create_region(geometry.region_bytes[0], "up-test")
     stack.callback(os.close, descriptor)
-    client = stack.enter_context(connect(socket, instance=instance, layout=layout, roles=(half,), timeout_s=60))
+    client = stack.enter_context(connect(socket, instance=instance, layout=layout, roles=(half,), timeout_s=LIMIT_S))
     client.register_pool(0, geometry, [descriptor])
     return client, memoryview(memory)
 
@@ -64,10 +65,10 @@ def test_engines_of_the_manifest_exchange_a_request_and_the_end_leaves_nothing(
     target, memory = rank(stack, sockets[1], "d", KVLayout(SHAPE, Parallel(), 8), Half.TARGET)
     for number, (_, pages) in enumerate(near):
         pages[:] = bytes([7 + number]) * len(pages)
-    target.receive(1, near[0][0].endpoint(60), [0, 1, 2, 3], 0, 32)
+    target.receive(1, near[0][0].endpoint(LIMIT_S), [0, 1, 2, 3], 0, 32)
     for client, _ in near:
         client.send(1, [5, 2], 0, 32, last=True)
-    assert target.wait(1, Half.TARGET, "p", timeout_s=60).kind is RoomEventKind.DONE
+    assert target.wait(1, Half.TARGET, "p", timeout_s=LIMIT_S).kind is RoomEventKind.DONE
     # Half of the pages are written: each rank writes two heads of every token.
     moved = bytes(memory)
     assert moved.count(7) == moved.count(8) == len(moved) // 4
@@ -75,7 +76,7 @@ def test_engines_of_the_manifest_exchange_a_request_and_the_end_leaves_nothing(
 
     other = KVLayout(SHAPE, Parallel(tp=4), 16)
     with pytest.raises(HelloRefused, match="tensorParallel"):
-        connect(sockets[0], instance="q", layout=other, roles=(Half.SOURCE,), timeout_s=60)
+        connect(sockets[0], instance="q", layout=other, roles=(Half.SOURCE,), timeout_s=LIMIT_S)
 
     up.process.send_signal(signal.SIGINT)
     assert up.read_rest().endswith("all agents have ended\n")

@@ -25,8 +25,8 @@ ENDLESS = {
     "crossover": ["crossover", "--runs", "8192", "--totals", "1024", "--repeats", "1000000"],
 }
 MEASURING = {"rooms": "4 rooms at once", "transfer": "1 MiB", "crossover": "runs of 8192 bytes"}
-# An agent drains for some seconds at most. An undetected fault would end only with a room's 120 s.
-END_S = 45
+# An agent drains for some seconds at most, on idle cores.
+END_S = 300
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -146,7 +146,7 @@ def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, caps
     path, picture = tmp_path / "numbers.json", tmp_path / "rooms.png"
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    chosen = ["rooms", "--rooms", "1,3", "--repeats", "1", "--json", str(path), "--plot", str(picture)]
+    chosen = ["rooms", "--rooms", "1,3", "--repeats", "3", "--json", str(path), "--plot", str(picture)]
     assert run(parser.parse_args(chosen)) == 0
     loads = json.loads(path.read_text())["loads"]
     assert {(load["way"], load["rooms"]) for load in loads} == {
@@ -154,7 +154,12 @@ def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, caps
     }
     assert all(0 < load["p50_s"] <= load["p99_s"] for load in loads)
     # A run lasts from the first `send` to the last end, and so longer than each of its rooms unless the first one ends last.
-    beyond = [load["whole_s"][0] - max(load["room_s"]) for load in loads if load["rooms"] == 3]
+    beyond = [
+        whole_s - max(load["room_s"][3 * number : 3 * number + 3])
+        for load in loads
+        if load["rooms"] == 3
+        for number, whole_s in enumerate(load["whole_s"])
+    ]
     assert min(beyond) >= 0 < max(beyond)
     assert "p99 / equal" in capsys.readouterr().out
     assert picture.read_bytes().startswith(PNG)
@@ -179,7 +184,7 @@ def agent_state(run: Marked, name: str) -> dict[str, object]:
 
 
 def worker_pid(run: Marked, agent: str) -> int:
-    with urllib.request.urlopen(f"{agent_state(run, agent)['http']}/v1/status", timeout=10) as answer:
+    with urllib.request.urlopen(f"{agent_state(run, agent)['http']}/v1/status", timeout=END_S) as answer:
         return int(json.load(answer)["workers"][0]["pid"])
 
 
