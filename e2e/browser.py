@@ -17,8 +17,8 @@ from websocket import create_connection
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HOST = "127.0.0.1"
-START_LIMIT_S = 60.0
-ANSWER_LIMIT_S = 30.0
+START_LIMIT_S = 150.0
+ANSWER_LIMIT_S = 100.0
 # Without root Chromium has a sandbox of its own. Nothing is fetched for itself.
 _OPTIONS = (
     "--headless=new",

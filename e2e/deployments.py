@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 CHART = ROOT / "charts" / "longshore"
 _RENDER_LIMIT_S = 120.0
 CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
+
+LEVEL_LABEL = "pod-security.kubernetes.io/enforce"
 
 Body = dict[str, Any]
 
@@ -80,6 +83,29 @@ def install_definition(plane: ControlPlane) -> None:
     # `kubectl wait` fails on an object that has no conditions yet.
     path = '-o=jsonpath={.status.conditions[?(@.type=="Established")].status}'
     until(lambda: plane.kubectl("get", "crd", CRD.stem, path) == "True", "the definition is served")
+
+
+def enforce(plane: ControlPlane, namespace: str, level: str) -> None:
+    """Have a namespace enforce a Pod Security level; return once the API server does. It reads labels by a watch."""
+    plane.kubectl("label", "namespace", namespace, "--overwrite", f"{LEVEL_LABEL}={level}")
+    container = {"name": "a", "image": "b", "securityContext": {"privileged": True}}
+    metadata = {"name": "canary", "namespace": namespace}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
+
+    def enforced() -> str:
+        done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(pod))
+        refusal = re.search(r'violates PodSecurity "(\w+):', done.stderr)
+        return refusal[1] if refusal else done.stderr or "privileged"
+
+    until(lambda: enforced() == level, f"{namespace} enforces {level}")
+
+
+def permitted(plane: ControlPlane, namespace: str, user: str, *right: str) -> bool:
+    """Whether the API server knows that a user has a right: verb, resource and options of `kubectl auth can-i`.
+
+    It reads roles and bindings by a watch.
+    """
+    return plane.try_kubectl("auth", "can-i", *right, f"--as={user}", "-n", namespace).stdout.strip() == "yes"
 
 
 class Deployments:

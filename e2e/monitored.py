@@ -21,7 +21,7 @@ from longshore_wire.names import HTTP_PORT
 
 # Starting an agent, its self-test and its workers loads torch several times on few cores.
 _START_LIMIT_S = 150.0
-_REFUSAL_LIMIT_S = 30.0
+_REFUSAL_LIMIT_S = 150.0
 
 
 @dataclass

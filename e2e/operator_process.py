@@ -18,7 +18,7 @@ from controlplane.waiting import until
 
 from longshore_operator.settings import ALLOWABLE
 
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = 150.0
 
 
 class OperatorProcess:

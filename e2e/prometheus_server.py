@@ -27,8 +27,8 @@ DASHBOARD = ROOT / "charts" / "longshore" / "files" / "dashboard.json"
 EXAMPLE = ROOT / "examples" / "prometheus.yaml"
 # Grafana's value is at least four scrapes long.
 _RATE_INTERVAL = "10s"
-_READY_LIMIT_S = 60.0
-_ANSWER_LIMIT_S = 30.0
+_READY_LIMIT_S = 150.0
+_ANSWER_LIMIT_S = 100.0
 # Some queries cover minutes or a day. Prometheus begins with the first sample that it has.
 _VARIABLES = {"$__rate_interval": _RATE_INTERVAL, "$namespace": ".*", "$deployment": ".*"}
 

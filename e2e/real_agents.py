@@ -25,7 +25,7 @@ from longshore_wire.names import RUN_DIRECTORY
 
 AGENT_IMAGE = f"longshore-agent:{VERSION}"
 OPERATOR_IMAGE = f"longshore-operator:{VERSION}"
-_ROOM_LIMIT_S = 60.0
+_ROOM_LIMIT_S = 150.0
 # The same as in the Dockerfiles. `python` and our programs are those of this environment.
 _ENVIRONMENT = {
     "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), f"{sys.prefix}/bin", "/usr/bin", "/bin"]),

@@ -18,14 +18,25 @@ import pytest
 import yaml
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
-from deployments import CHART, CRD, Deployments, install_definition, manifest, rendered_chart, to_text
+from controlplane.waiting import until
+from deployments import (
+    CHART,
+    CRD,
+    Deployments,
+    enforce,
+    install_definition,
+    manifest,
+    permitted,
+    rendered_chart,
+    to_text,
+)
 from operator_process import OperatorProcess
 from test_chart import helm
 
 from longshore_cli.check import before
 from longshore_cli.main import main
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 pytestmark = pytest.mark.usefixtures("nodes")
 Body = dict[str, Any]
 
@@ -88,7 +99,7 @@ def test_an_empty_cluster_can_be_installed_on(
 
 def test_nodes_and_namespaces_that_do_not_suit_are_named(plane: ControlPlane, namespace: str, tmp_path: Path) -> None:
     plane.kubectl("taint", "node", "decode-0", "team=other:NoSchedule")
-    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    enforce(plane, namespace, "restricted")
     prefill = {
         "tensorParallel": 4,
         "pageSize": 64,
@@ -103,7 +114,7 @@ def test_nodes_and_namespaces_that_do_not_suit_are_named(plane: ControlPlane, na
     try:
         found = Checked(plane.kubeconfig, "--pre", "-f", given)
         with_level = Checked(plane.kubeconfig, "--pre", "-n", namespace)
-        plane.kubectl("label", "namespace", namespace, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
+        enforce(plane, namespace, "privileged")
         admitted = Checked(plane.kubeconfig, "--pre", "-n", namespace)
     finally:
         plane.kubectl("taint", "node", "decode-0", "team-")
@@ -132,6 +143,11 @@ def kubeconfig_of(plane: ControlPlane, namespace: str, folder: Path, *rules: Bod
     binding = role | {"kind": "RoleBinding", "roleRef": reference, "subjects": [subject]}
     both = {"apiVersion": "v1", "kind": "List", "items": [role | {"rules": list(rules)}, binding]}
     plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=to_text(both))
+    user = f"system:serviceaccount:{namespace}:checker"
+    for rule in rules:
+        (group,), (resource,), (verb,) = rule["apiGroups"], rule["resources"], rule["verbs"]
+        kind = resource if resource == "*" else f"{resource}.{group}"
+        until(lambda kind=kind, verb=verb: permitted(plane, namespace, user, verb, kind), "the role is bound")
     token = plane.kubectl("create", "token", "checker", "-n", namespace)
     certificate = base64.b64encode(plane.authority.certificate_path.read_bytes()).decode()
     cluster = {"server": plane.server, "certificate-authority-data": certificate}
@@ -205,7 +221,7 @@ def test_a_release_is_checked_with_its_definition_lease_and_deployment(
     settings = {"watch_namespace": namespace, "lease_name": "longshore-operator"}
     with OperatorProcess(plane, namespace, **settings) as running:
         deployments.apply()
-        deployments.wait_reason("Ready", "Ready", limit_s=90)
+        deployments.wait_reason("Ready", "Ready")
         found = Checked(plane.kubeconfig, "llama", *words)
         # The agents' addresses are loopback ones, to which the API server's proxy does not go.
         assert [check for check, _ in found.bad()] == ["pages"], found.bad()

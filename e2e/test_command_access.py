@@ -11,7 +11,8 @@ import pytest
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
 from controlplane.ports import HOST, free_port
-from deployments import Deployments
+from controlplane.waiting import until
+from deployments import Deployments, permitted
 
 from longshore_cli.main import main
 
@@ -62,6 +63,8 @@ def test_a_user_is_told_which_right_is_missing(
     # One who may not list deployments is told at least that this one is not there.
     plane.kubectl("-n", namespace, "create", "role", "getter", "--verb=get", "--resource=disaggdeployments")
     plane.kubectl("-n", namespace, "create", "rolebinding", "getter", "--role=getter", f"--user={READER}")
+    for right in (("list", "pods"), ("get", "disaggdeployments.longshore.dev")):
+        until(lambda right=right: permitted(plane, namespace, READER, *right), "the roles are bound")
     line = said(capsys, "llama", "--kubeconfig", kubeconfig, "-n", namespace)
     assert line.endswith("has no DisaggDeployment llama: correct the name, or give -n NAMESPACE")
     pod = {

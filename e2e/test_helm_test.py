@@ -67,7 +67,7 @@ def test_helm_test_runs_agents_and_leaves_nothing(
     def pods() -> list[str]:
         return plane.kubectl("get", "pods", "-n", namespace, "-o", "name").split()
 
-    until(lambda: len(pods()) == 1, "only one pod is there", 90)
+    until(lambda: len(pods()) == 1, "only one pod is there")
     [operator] = pods()
     assert operator.startswith("pod/longshore-operator-")
     log = node.container(namespace, operator.removeprefix("pod/")).process.log_path.read_text()

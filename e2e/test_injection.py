@@ -194,7 +194,7 @@ def test_engines_that_come_before_their_deployment_start_when_it_is_there(plane:
     )
     assert not deployments.list("pods", "-l", "app=early")
     deployments.apply("late")
-    until(lambda: deployments.list("pods", "-l", "app=early"), "the engine's pod is made", 90)
+    until(lambda: deployments.list("pods", "-l", "app=early"), "the engine's pod is made")
     volumes = deployments.list("pods", "-l", "app=early")[0]["spec"]["volumes"]
     assert {"path": f"/run/longshore/{namespace}/late", "type": "Directory"} in [
         volume.get("hostPath") for volume in volumes

@@ -16,7 +16,7 @@ from deployments import CHART, Deployments, to_text
 from operator_process import Start
 from test_chart import MODES, helm
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 # kube-score's grade of a check that found nothing.
 _ALL_WELL = 10
 _PULL = "IfNotPresent is right for tags of versions, and the chart's values set another policy or a digest"

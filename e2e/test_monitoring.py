@@ -67,7 +67,7 @@ def healthy(watched: Scene) -> dict:
 def test_a_query_names_only_series_that_real_agents_and_the_operator_export(watched: Scene, name: str) -> None:
     found = watched.prometheus.named_by((QUERIES | rule_expressions())[name])
     assert found
-    until(lambda: not missing(watched, found), f"{missing(watched, found)} of {name}", 20)
+    until(lambda: not missing(watched, found), f"{missing(watched, found)} of {name}")
 
 
 def missing(watched: Scene, names: set[str]) -> set[str]:
@@ -80,7 +80,7 @@ def missing(watched: Scene, names: set[str]) -> set[str]:
 
 def test_a_misspelt_name_and_a_query_that_is_none_are_found(watched: Scene) -> None:
     named = watched.prometheus.named_by("sum(rate(longshore_room_total[1m])) / longshore_operator_leader")
-    until(lambda: missing(watched, named) == {"longshore_room_total"}, "only the misspelt name is missing", 20)
+    until(lambda: missing(watched, named) == {"longshore_room_total"}, "only the misspelt name is missing")
     with pytest.raises(urllib.error.HTTPError, match="400"):
         watched.prometheus.named_by("sum by (reason (up)")
 
@@ -93,17 +93,21 @@ def test_a_panel_has_data(watched: Scene, panel: dict) -> None:
         watched.moves(100)
         return any(watched.prometheus.query(plain(target["expr"])) for target in panel["targets"])
 
-    until(some, panel["title"], 60)
+    until(some, panel["title"])
 
 
 def test_the_panels_show_what_happened(watched: Scene) -> None:
-    query = watched.prometheus.query
-    failed = query('sum by (reason) (longshore_rooms_total{half="target",outcome="failed"}) > 0')
-    assert {found["metric"]["reason"] for found in failed} == {"total_mismatch"}
-    written = query("sum by (way, wire) (longshore_written_bytes_total)")
-    assert {found["metric"]["way"] for found in written} == {"staged"}
-    assert {found["metric"]["wire"] for found in written} <= {"TCP", "SharedMemory", "Unknown"}
-    assert [found["value"][1] for found in query("sum(longshore_operator_leader)")] == ["1"]
+    def values(label: str, text: str) -> set[str]:
+        return {found["metric"][label] for found in watched.prometheus.query(text)}
+
+    # A page that is not scraped in time, on a busy machine, has no series until the next scrape.
+    failed = 'sum by (reason) (longshore_rooms_total{half="target",outcome="failed"}) > 0'
+    until(lambda: values("reason", failed) == {"total_mismatch"}, "the failed room")
+    written = "sum by (way, wire) (longshore_written_bytes_total)"
+    until(lambda: values("way", written) == {"staged"}, "the way of what was written")
+    assert values("wire", written) <= {"TCP", "SharedMemory", "Unknown"}
+    leaders = "sum(longshore_operator_leader)"
+    until(lambda: [found["value"][1] for found in watched.prometheus.query(leaders)] == ["1"], "one leader")
 
 
 def test_prometheus_evaluates_every_rule_without_an_error(watched: Scene) -> None:
@@ -114,7 +118,7 @@ def test_prometheus_evaluates_every_rule_without_an_error(watched: Scene) -> Non
         assert faults == {}
         return {rule["health"] for rule in rules.values()} == {"ok"}
 
-    until(evaluated, "every rule was evaluated", 30)
+    until(evaluated, "every rule was evaluated")
 
 
 def test_workers_that_die_fire_an_alert_with_the_name_of_their_agent(watched: Scene) -> None:
@@ -124,7 +128,7 @@ def test_workers_that_die_fire_an_alert_with_the_name_of_their_agent(watched: Sc
 
     killed: set[int] = set()
     until(lambda: kill_worker(watched, killed) and len(killed) == 3, "three workers are killed", 120)
-    (alert,) = until(lambda: watched.prometheus.alerts("LongshoreWorkersRestart"), "an alert", 60)
+    (alert,) = until(lambda: watched.prometheus.alerts("LongshoreWorkersRestart"), "an alert")
     assert alert["state"] == "firing"
     assert (alert["labels"]["pod"], alert["labels"]["deployment"]) == (pod, "llama")
     assert f"(pod {pod} on node " in alert["annotations"]["description"]
@@ -145,14 +149,18 @@ def kill_worker(watched: Scene, killed: set[int]) -> bool:
 
 
 def test_an_agent_that_stops_answering_is_pending_as_down_and_as_silent_until_it_goes_on(watched: Scene) -> None:
+    def down_in_decode() -> list[dict]:
+        """Return the alerts on decode's agent. The other one may be scraped late for a moment."""
+        alerts = watched.prometheus.alerts("LongshoreAgentDown")
+        return [found for found in alerts if found["labels"]["roles"] == "decode"]
+
     process = watched.decode.container.main_pid
     os.kill(process, signal.SIGSTOP)
     try:
-        (down,) = until(lambda: watched.prometheus.alerts("LongshoreAgentDown"), "the agent is down", 60)
-        (silent,) = until(lambda: watched.prometheus.alerts("LongshoreAgentsSilent"), "the agent is silent", 60)
+        (down,) = until(down_in_decode, "the agent is down")
+        (silent,) = until(lambda: watched.prometheus.alerts("LongshoreAgentsSilent"), "the agent is silent")
     finally:
         os.kill(process, signal.SIGCONT)
     assert (down["state"], silent["state"]) == ("pending", "pending")
-    assert down["labels"]["roles"] == "decode"
     for name in ("LongshoreAgentDown", "LongshoreAgentsSilent"):
-        until(lambda name=name: watched.prometheus.alerts(name) == [], f"{name} is over", 60)
+        until(lambda name=name: watched.prometheus.alerts(name) == [], f"{name} is over")

@@ -18,6 +18,9 @@ from operator_process import OperatorProcess, Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
+# Of a request that a test holds. Longer than the waits of the test for other things.
+HELD_LIMIT_S = 280.0
+
 
 def writes(one: OperatorProcess) -> float:
     """Return the requests that changed an object, except those for the Lease."""
@@ -36,15 +39,17 @@ def test_nothing_is_written_while_nothing_happens(deployments: Deployments, star
     one = start(resync_s=1)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
-    until(lambda: deployments.condition("Progressing").get("reason") == "Settled", "settled")
-    # The reconcile that wrote this status posts its events afterwards, and is counted at its end.
-    written = looks(one)
-    until(lambda: looks(one) > written, "the reconcile that wrote this status has ended")
-    before, seen = writes(one), looks(one)
-    version = deployments.get("dgdep", "llama")["metadata"]["resourceVersion"]
-    until(lambda: looks(one) >= seen + 10, "ten more looks at it")
-    assert writes(one) == before
-    assert deployments.get("dgdep", "llama")["metadata"]["resourceVersion"] == version
+
+    def state() -> tuple[float, str]:
+        return writes(one), deployments.get("dgdep", "llama")["metadata"]["resourceVersion"]
+
+    def quiet() -> bool:
+        """Whether ten looks change nothing. On a busy machine an agent is polled, and an event posted, after Ready."""
+        before, seen = state(), looks(one)
+        until(lambda: looks(one) >= seen + 10, "ten more looks at it")
+        return state() == before
+
+    until(quiet, "nothing is written any more")
 
 
 def test_what_was_deleted_while_the_operator_was_away_leaves_nothing_behind(
@@ -54,8 +59,8 @@ def test_what_was_deleted_while_the_operator_was_away_leaves_nothing_behind(
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     one.process.stop()
-    deployments.plane.kubectl("delete", "dgdep", "llama", "-n", deployments.namespace, "--timeout=60s")
-    until(lambda: deployments.names("ds,cm,svc,sa,netpol,secret,pod") == set(), "no child is left", 90)
+    deployments.plane.kubectl("delete", "dgdep", "llama", "-n", deployments.namespace, "--timeout=150s")
+    until(lambda: deployments.names("ds,cm,svc,sa,netpol,secret,pod") == set(), "no child is left")
 
 
 def test_what_changed_while_the_operator_was_killed_is_caught_up_with(deployments: Deployments, start: Start) -> None:
@@ -66,15 +71,17 @@ def test_what_changed_while_the_operator_was_killed_is_caught_up_with(deployment
     deployments.apply(transfer={"chunkTokens": 4096})
     deployments.plane.kubectl("delete", "svc", "llama-agent", "-n", deployments.namespace)
     start()
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    deployments.wait_reason("Ready", "Ready")
     assert json.loads(deployments.get("cm", "llama-agent")["data"]["agent.json"])["transfer"]["chunkTokens"] == 4096
     assert deployments.get("svc", "llama-agent")
 
 
 def test_of_two_operators_one_works_and_the_other_takes_over(deployments: Deployments, start: Start) -> None:
-    first = start()
+    # So long that no pause of a busy machine lets it expire before the first one is killed.
+    lease = {"lease_s": 20, "lease_renew_s": 1}
+    first = start(**lease)
     until(lambda: first.metric("longshore_operator_leader") == 1, "the first one is active")
-    second = start()
+    second = start(**lease)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     assert writes(first) > 0
@@ -82,9 +89,9 @@ def test_of_two_operators_one_works_and_the_other_takes_over(deployments: Deploy
     first.process.stop(signal.SIGKILL)
     deployments.apply(transfer={"chunkTokens": 4096})
     until(lambda: second.metric("longshore_operator_leader") == 1, "the second one is active")
-    deployments.wait_reason("Ready", "Ready", limit_s=90)
-    lease = deployments.get("lease", "longshore-operator")["spec"]
-    assert (lease["holderIdentity"], lease["leaseTransitions"]) == (second.identity, 1)
+    deployments.wait_reason("Ready", "Ready")
+    held = deployments.get("lease", "longshore-operator")["spec"]
+    assert (held["holderIdentity"], held["leaseTransitions"]) == (second.identity, 1)
 
 
 def test_a_replica_that_ends_in_order_hands_over_at_once(deployments: Deployments, start: Start) -> None:
@@ -145,8 +152,7 @@ def test_agents_that_are_not_ready_are_named(deployments: Deployments, start: St
     patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
     arguments = ("patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p")
     deployments.plane.kubectl(*arguments, json.dumps(patch))
-    found = deployments.wait_reason("AgentsReady", "AgentsNotReady")
-    assert node in found["message"]
+    deployments.wait_reason("AgentsReady", "AgentsNotReady", about=node)
     assert deployments.condition("Ready")["status"] == "False"
     patch["status"]["conditions"][0]["status"] = "True"
     deployments.plane.kubectl(*arguments, json.dumps(patch))
@@ -173,16 +179,16 @@ def test_what_agents_say_becomes_conditions(deployments: Deployments, start: Sta
     assert deployments.wait_reason("EnginesConnected", "EnginesConnected")["status"] == "True"
     assert deployments.wait_reason("PeersConnected", "PeersConnected")["status"] == "True"
     assert deployments.wait_reason("TransportVerified", "WireVerified")["message"] == "NVLink"
-    status = deployments.get("dgdep", "llama")["status"]
-    assert (status["prefill"]["instances"], status["prefill"]["wire"], status["decode"]["wire"]) == (
-        1,
-        "NVLink",
-        "NVLink",
-    )
+
+    def roles() -> tuple[Any, ...]:
+        prefill, decode = (deployments.get("dgdep", "llama")["status"][role] for role in ("prefill", "decode"))
+        return prefill["instances"], prefill.get("wire"), decode.get("wire")
+
+    until(lambda: roles() == (1, "NVLink", "NVLink"), "the roles' wires")
     responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "TCP"),))
-    assert "TCP" in deployments.wait_reason("TransportVerified", "WireNotAllowed")["message"]
+    deployments.wait_reason("TransportVerified", "WireNotAllowed", about="TCP")
     responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "NVLink", state="lost"),))
-    assert "p-0/0/0 is lost" in deployments.wait_reason("PeersConnected", "PeersLost")["message"]
+    deployments.wait_reason("PeersConnected", "PeersLost", about="p-0/0/0 is lost")
     responder.silent.add(other)
     found = deployments.wait_reason("EnginesConnected", "AgentSilent")
     assert found["status"] == "Unknown"
@@ -193,9 +199,9 @@ def test_two_deployments_on_one_node_tell_of_each_other(deployments: Deployments
     start()
     deployments.apply()
     deployments.apply("mistral")
-    found = deployments.wait_reason("NodesShared", "NodesShared")
+    said = "512Mi of staging a prefill rank and 8Gi a decode rank"
+    found = deployments.wait_reason("NodesShared", "NodesShared", about=said)
     assert found["message"].startswith("mistral on prefill") or found["message"].startswith("mistral on decode")
-    assert "512Mi of staging a prefill rank and 8Gi a decode rank" in found["message"]
     deployments.plane.kubectl("delete", "dgdep", "mistral", "-n", deployments.namespace)
     deployments.wait_reason("NodesShared", "NodesOwn")
 
@@ -212,8 +218,8 @@ def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, 
     deployments.plane.kubectl(
         "patch", "pod", pod, "-n", deployments.namespace, "--subresource=status", "-p", json.dumps(patch)
     )
-    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"]["secret"] != name, "new keys", 90)
-    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"]["secret"] != name, "new keys")
+    deployments.wait_reason("Ready", "Ready")
     assert name not in {entry["metadata"]["name"] for entry in deployments.list("secrets")}
 
 
@@ -222,7 +228,7 @@ def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
 ) -> None:
     """The late replica is delayed for longer than its Lease, in the middle of a write."""
     # Its write waits for as long as the other replica takes.
-    late = start(kubeconfig=proxy.kubeconfig, resync_s=1, request_timeout_s=120)
+    late = start(kubeconfig=proxy.kubeconfig, resync_s=1, request_timeout_s=HELD_LIMIT_S)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     first = deployments.get("dgdep", "llama")["status"]["keys"]
@@ -233,19 +239,19 @@ def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
             return 500
         if method == "PATCH" and "/disaggdeployments/llama/status" in path and not go_on.is_set():
             held.set()
-            assert go_on.wait(120)
+            assert go_on.wait(HELD_LIMIT_S)
         return None
 
     proxy.refuse = hold
     deployments.apply(agents={"keysRevision": 2})
-    assert held.wait(60)
+    assert held.wait(HELD_LIMIT_S)
     start()
     until(lambda: deployments.get("dgdep", "llama")["status"]["keys"] != first, "keys of the one in time")
     second = deployments.get("dgdep", "llama")["status"]["keys"]
     assert len(deployments.list("secrets")) == 3
     go_on.set()
     until(lambda: "changed meanwhile" in late.process.log_path.read_text(), "the late one was refused")
-    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    deployments.wait_reason("Ready", "Ready")
     assert deployments.get("dgdep", "llama")["status"]["keys"] == second
     assert (second["revision"], second["previous"]) == (2, first["secret"])
     assert len(deployments.list("secrets")) == 3
@@ -268,7 +274,7 @@ def test_requests_that_fail_are_repeated_until_all_is_as_wanted(
     proxy.refuse = refuse
     start(kubeconfig=proxy.kubeconfig)
     deployments.apply()
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    deployments.wait_reason("Ready", "Ready")
     assert len(proxy.refused) >= 12
     (secret,) = deployments.list("secrets")
     assert secret["metadata"]["name"] == deployments.get("dgdep", "llama")["status"]["keys"]["secret"]
@@ -290,7 +296,7 @@ def test_a_refused_child_is_told_and_tried_again(deployments: Deployments, start
     assert "Service llama-agent" in found["message"] and "exceeded quota" in found["message"]
     until(lambda: deployments.events("ChildRefused"), "an event")
     deployments.plane.kubectl("delete", "resourcequota", "tight", "-n", deployments.namespace)
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    deployments.wait_reason("Ready", "Ready")
 
 
 def test_a_watch_that_misses_something_makes_the_operator_unlive(
@@ -299,12 +305,12 @@ def test_a_watch_that_misses_something_makes_the_operator_unlive(
     one = start(kubeconfig=proxy.kubeconfig, watch_lag_limit_s=3, resync_s=1)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
-    assert one.status("/healthz") == 200
+    # On a busy machine events may be late for a moment.
+    until(lambda: one.status("/healthz") == 200, "live")
     # This ends the task of one watch. kopf continues without it.
     proxy.refuse = lambda _method, path: 400 if "/configmaps" in path and "watch=true" in path else None
     proxy.drop_streams()
-    until(lambda: one.status("/healthz") == 503, "not live")
-    assert "configmaps" in one.page("/healthz")
+    until(lambda: one.status("/healthz") == 503 and "configmaps" in one.page("/healthz"), "not live")
 
 
 def test_the_manifest_of_another_kind_of_name_is_no_business_of_ours(deployments: Deployments, start: Start) -> None:
@@ -335,7 +341,7 @@ def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
     body = manifest(deployments.namespace, "llama", agents={"httpPort": deployments.http_port})
     until(lambda: deployments.plane.try_kubectl("create", "-f", "-", stdin=to_text(body)).returncode == 0, "made anew")
     uid = deployments.get("dgdep", "llama")["metadata"]["uid"]
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    deployments.wait_reason("Ready", "Ready")
 
     def owned() -> bool:
         owners = [
@@ -343,7 +349,7 @@ def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
         ]
         return all([entry["uid"] for entry in found] == [uid] for found in owners)
 
-    until(owned, "all children are the new one's", 90)
+    until(owned, "all children are the new one's")
 
 
 def strangers(namespace: str, name: str) -> dict[str, dict[str, Any]]:
@@ -393,7 +399,7 @@ def test_an_object_of_somebody_else_is_named_and_never_changed_or_deleted(
     deployments.apply("datadog", agents={"podMonitor": kind == "podmonitor"})
     # Agents work without a PodMonitor.
     reason = "PodMonitorRefused" if kind == "podmonitor" else "ChildRefused"
-    event = until(lambda: deployments.events(reason), "an event", 60)[0]
+    event = until(lambda: deployments.events(reason), "an event")[0]
     assert f"{theirs['kind']} {name}: it exists, its owner is nobody" in event["message"]
     if kind != "podmonitor":
         found = deployments.wait_reason("AgentsReady", "ChildRefused", "datadog")

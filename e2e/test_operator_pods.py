@@ -77,7 +77,7 @@ def test_the_example_for_gpu_nodes_becomes_agents(deployments: Deployments, star
     start(allow_capabilities="IPC_LOCK")
     deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(ROOT / "examples" / "gpu-nodes.yaml"))
     deployments.wait_reason("Compatible", "PlanMade", "llama-70b")
-    found = until(lambda: deployments.ours("ds", "llama-70b"), "DaemonSets")
+    found = until(lambda: len(both := deployments.ours("ds", "llama-70b")) == 2 and both, "both DaemonSets")
     by_role = {body["metadata"]["labels"]["longshore.dev/roles"]: body["spec"] for body in found}
     devices = {
         role: {entry["name"]: entry.get("value") for entry in spec["template"]["spec"]["containers"][0]["env"]}

@@ -125,8 +125,8 @@ def test_nothing_changes_while_paused_and_all_of_it_after(ready: Deployments) ->
     versions = {kind: [body["metadata"]["resourceVersion"] for body in ready.ours(kind)] for kind in ("cm", "svc")}
     staging = {"staging": {"lanes": 2}}
     ready.apply(paused=True, prefill=PREFILL | staging, agents={"keysRevision": 2})
-    found = ready.wait_reason("AgentsReady", "Paused")
-    assert "DaemonSet llama-agent-prefill" in found["message"] and "keys of revision 2" in found["message"]
+    found = ready.wait_reason("AgentsReady", "Paused", about="DaemonSet llama-agent-prefill")
+    assert "keys of revision 2" in found["message"]
     ready.wait_reason("Progressing", "Paused")
     assert ready.condition("Ready")["status"] == "False"
     assert ready.lives() == before
@@ -144,8 +144,7 @@ def test_on_delete_agents_stay_until_their_pods_are_deleted(deployments: Deploym
     deployments.wait_reason("Ready", "Ready")
     before = deployments.lives()
     deployments.apply(agents=agents, decode=DECODE | {"staging": {"poolSize": "8Gi"}})
-    found = deployments.wait_reason("AgentsReady", "AgentsOutdated")
-    assert "OnDelete" in found["message"]
+    deployments.wait_reason("AgentsReady", "AgentsOutdated", about="OnDelete")
     deployments.wait_reason("Progressing", "Blocked")
     assert deployments.lives() == before
     (pod,) = (pod for pod in deployments.pods() if pod["spec"]["nodeName"] in DECODE_NODES)
@@ -198,5 +197,6 @@ def test_the_daemon_set_of_an_older_operator_gives_its_nodes_to_those_of_the_rol
     before = ready.lives()
     ready.apply()
     ready.wait_reason("Ready", "Ready")
-    assert ready.names("ds") == {"daemonset.apps/llama-agent-prefill", "daemonset.apps/llama-agent-decode"}
+    parts_alone = {"daemonset.apps/llama-agent-prefill", "daemonset.apps/llama-agent-decode"}
+    until(lambda: ready.names("ds") == parts_alone, "the old DaemonSet is gone")
     until(lambda: replaced(before, ready.lives()) == PREFILL_NODES | DECODE_NODES, "an agent of its own for each node")

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import CHART, ROOT, Deployments, rendered_chart, to_text
+from deployments import CHART, LEVEL_LABEL, ROOT, Deployments, enforce, rendered_chart, to_text
 from example_pods import Body, pod_of, pods
 
-LABEL = "pod-security.kubernetes.io/enforce"
 LEVELS = ("privileged", "baseline", "restricted")
 pytestmark = pytest.mark.usefixtures("operator")
 
 
 def refused(plane: ControlPlane, namespace: str, pod: Body, level: str) -> list[str]:
     """Return the violations that a namespace of this level reports for a pod."""
-    plane.kubectl("label", "namespace", namespace, "--overwrite", f"{LABEL}={level}")
+    enforce(plane, namespace, level)
     own = {**pod, "metadata": {**pod["metadata"], "name": "tried", "namespace": namespace}}
     done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(own))
     if done.returncode == 0:
@@ -79,7 +78,7 @@ def test_the_operator_and_its_tests_are_restricted(plane: ControlPlane, namespac
 
 
 def test_the_page_and_the_notes_name_the_level_that_deployments_need() -> None:
-    needed = f"{LABEL}=privileged"
+    needed = f"{LEVEL_LABEL}=privileged"
     notes = (CHART / "templates" / "NOTES.txt").read_text()
     page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
     assert needed in notes and needed in page

@@ -67,7 +67,7 @@ def test_the_definition_keeps_every_field_of_an_agents_monitor(
 ) -> None:
     start()
     deployments.apply(agents={"podMonitor": True})
-    spec = until(lambda: deployments.get("podmonitor", "llama-agent"), "a PodMonitor", 60)["spec"]
+    spec = until(lambda: deployments.get("podmonitor", "llama-agent"), "a PodMonitor")["spec"]
     assert spec["jobLabel"] == "app.kubernetes.io/name"
     (endpoint,) = spec["podMetricsEndpoints"]
     assert {entry["targetLabel"] for entry in endpoint["relabelings"]} == {"deployment", "roles", "node"}

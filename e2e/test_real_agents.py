@@ -118,8 +118,13 @@ def test_before_any_engine_has_come_agents_are_ready_and_links_unknown(field: Fi
     status = field.status()
     assert "wire" not in status["prefill"]
     assert (status["prefill"]["instances"], status["decode"]["instances"]) == (0, 0)
-    # No agent was reported as silent meanwhile, although agents that start are polled before they listen.
-    assert field.deployments.events("AgentSilent") == []
+    # No agent was reported as silent while it started, although it is polled before it listens.
+    begun = min(_ready_since(pod) for pod in field.deployments.pods())
+    assert [found for found in field.deployments.events("AgentSilent") if found["firstTimestamp"] < begun] == []
+
+
+def _ready_since(pod: dict) -> str:
+    return next(found["lastTransitionTime"] for found in pod["status"]["conditions"] if found["type"] == "Ready")
 
 
 def test_engines_that_connect_and_move_pages_make_every_condition_true(
@@ -133,13 +138,16 @@ def test_engines_that_connect_and_move_pages_make_every_condition_true(
     assert target.intact()
     field.reason("PeersConnected", "PeersConnected", "True")
     field.reason("TransportVerified", "WireVerified", "True")
-    assert field.deployments.condition("Ready")["status"] == "True"
-    wires = field.prefill.wires("source")
+    field.reason("Ready", "Ready", "True")
+
+    def told() -> list[tuple[set[str | None], int]]:
+        status = field.status()
+        return [({status[role].get("wire")}, status[role]["instances"]) for role in ("prefill", "decode")]
+
+    # An agent that answers late, on a busy machine, is left out for a moment.
+    wires = until(lambda: field.prefill.wires("source"), "prefill's wires")
     assert len(wires) == 1 and wires <= {"TCP", "SharedMemory"}
-    status = field.status()
-    assert {status["prefill"]["wire"]} == wires
-    assert {status["decode"]["wire"]} == field.decode.wires("target")
-    assert (status["prefill"]["instances"], status["decode"]["instances"]) == (1, 1)
+    until(lambda: told() == [(wires, 1), (field.decode.wires("target"), 1)], "both wires in the status")
 
 
 def test_an_engine_that_was_killed_is_missed(field: Field, source: EngineProcess, target: Engine) -> None:
@@ -151,7 +159,7 @@ def test_an_engine_that_was_killed_is_missed(field: Field, source: EngineProcess
     # Its peer reports it for as long as the peer's own engine lives.
     field.reason("PeersConnected", "PeersLost", "False", about=source.instance)
     assert field.status()["prefill"]["instances"] == 0
-    assert field.deployments.condition("Ready")["status"] == "True"
+    field.reason("Ready", "Ready", "True")
 
 
 def test_an_engine_of_another_layout_is_refused_by_name_and_stays_missing(field: Field, source: EngineProcess) -> None:
@@ -219,7 +227,7 @@ def test_an_agent_that_is_told_to_end_finishes_its_open_rooms_and_takes_no_new_o
         with pytest.raises(Busy, match="the agent stops"):
             source.client.send(next(room_ids), [0], 0, PAGE_SIZE, last=True)
         request.offer()
-        request.arrives(60)
+        request.arrives(START_LIMIT_S)
         assert target.intact()
         until(lambda: container.exit_code is not None, "it has ended")
         # It ended by itself, before the end of its grace period.

@@ -16,8 +16,6 @@ from deployments import Deployments, to_text
 
 pytestmark = pytest.mark.usefixtures("operator", "nodes")
 
-# The operator reads the cluster's events every 10 s, and reports a failed start only after 15 s.
-TOLD_S = 60.0
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 
 
@@ -38,7 +36,7 @@ def taint(plane: ControlPlane, node: str, *taints: dict[str, str]) -> None:
     plane.kubectl("patch", "node", node, "--type=merge", "-p", to_text({"spec": {"taints": list(taints)}}))
 
 
-def said(deployments: Deployments, reason: str, *words: str, limit_s: float = TOLD_S) -> None:
+def said(deployments: Deployments, reason: str, *words: str) -> None:
     """Wait until AgentsReady has this reason and these words in its message, and Ready has the same status."""
 
     def look() -> bool:
@@ -46,7 +44,7 @@ def said(deployments: Deployments, reason: str, *words: str, limit_s: float = TO
         assert all(word in message for word in words), message
         return True
 
-    until(look, f"{reason}: {words}", limit_s)
+    until(look, f"{reason}: {words}")
     expected = "True" if reason == "AllAgentsReady" else "False"
     assert deployments.condition("Ready")["status"] == expected
 
@@ -99,12 +97,12 @@ def test_pods_over_a_quota_are_told_in_the_words_of_the_cluster(plane: ControlPl
     until(lambda: "hard" in deployments.get("resourcequota", "tight").get("status", {}), "the quota is in force")
     deployments.apply()
     said(deployments, "AgentsNotReady", "no pod on", "FailedCreate", "exceeded quota: tight")
-    assert deployments.condition("Progressing")["reason"] == "Blocked"
+    deployments.wait_reason("Progressing", "Blocked")
     until(lambda: deployments.events("AgentsNotReady"), "an event")
     plane.kubectl("delete", "resourcequota", "tight", "-n", deployments.namespace)
     # The DaemonSet controller retries with growing intervals; an edit makes it retry at once.
     deployments.apply(transfer={"backend": "Mooncake"})
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    deployments.wait_reason("Ready", "Ready")
 
 
 def test_pods_that_pod_security_refuses_are_told(plane: ControlPlane, deployments: Deployments) -> None:
@@ -174,6 +172,7 @@ def test_a_pod_that_cannot_start_is_told_in_the_kubelets_words(
     def warned() -> bool:
         """The kubelet repeats its warning while the problem lasts."""
         now = dt.datetime.now(dt.UTC)
+        # The operator reports a failed start only after 15 s.
         assert (now - created).total_seconds() > 16
         stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
         involved = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")} | {
@@ -195,7 +194,7 @@ def test_a_pod_that_cannot_start_is_told_in_the_kubelets_words(
         deployments.plane.kubectl("create", "-f", "-", stdin=to_text(body))
         return True
 
-    until(warned, "the pod is old enough", TOLD_S)
+    until(warned, "the pod is old enough")
     said(deployments, "AgentsNotReady", f"{reason}: {message}")
 
 

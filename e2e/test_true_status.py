@@ -16,8 +16,10 @@ from operator_process import OperatorProcess, Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
-# A fault must be reported within this time.
-TOLD_S = 30.0
+# A fault must be reported after at most this many failed reconciles: with the queue's backoffs, the fifth fails after 8 s.
+FAILURES_MAX = 10
+# Reconciles after which a change would have been seen.
+LOOKS = 8
 PREFILL_NODES = {"nodeSelector": {"longshore.dev/role": "prefill"}}
 
 
@@ -56,24 +58,53 @@ def refused(plane: ControlPlane, namespace: str, group: str, kind: str) -> bool:
 def test_a_webhook_that_is_down_is_told_in_time_and_so_is_its_end(
     plane: ControlPlane, deployments: Deployments, start: Start, group: str, kind: str
 ) -> None:
-    start()
+    one = start()
     if kind == "daemonsets":
         deployments.apply()
         deployments.wait_reason("Ready", "Ready")
     plane.kubectl("create", "-f", "-", stdin=to_text(webhook(deployments.namespace, group, kind)))
     try:
-        until(lambda: refused(plane, deployments.namespace, group, kind), "the webhook is in force", 30)
-        began_s = time.monotonic()
+        until(lambda: refused(plane, deployments.namespace, group, kind), "the webhook is in force")
+        before = failures(one)
         deployments.apply(transfer={"backend": "Mooncake"})
-        found = deployments.wait_reason("AgentsReady", "RequestsFail", limit_s=TOLD_S)
-        assert "failed calling webhook" in found["message"] and "500" in found["message"]
+        found = deployments.wait_reason("AgentsReady", "RequestsFail", about="failed calling webhook")
+        assert failures(one) - before <= FAILURES_MAX
+        assert "500" in found["message"]
         until(lambda: deployments.events("RequestsFail"), "an event")
-        assert time.monotonic() - began_s < TOLD_S
         assert deployments.condition("Ready")["status"] == "False"
         assert deployments.condition("Progressing")["reason"] == "Blocked"
     finally:
         plane.kubectl("delete", "validatingwebhookconfiguration", deployments.namespace)
-    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    deployments.wait_reason("Ready", "Ready")
+
+
+def failures(one: OperatorProcess) -> float:
+    """Return the number of failed reconciles."""
+    lines = [
+        line
+        for line in one.page("/metrics").splitlines()
+        if line.startswith("longshore_operator_reconcile_errors_total")
+    ]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def settled_with(deployments: Deployments, *operators: OperatorProcess) -> tuple[list[Any], str, int]:
+    """Return `told` once several looks of each operator have changed nothing in it.
+
+    A status is written before its events, and an agent may be polled later than the deployment is settled.
+    """
+
+    def quiet() -> tuple[list[Any], str, int] | None:
+        before, seen = told(deployments), [looks(one) for one in operators]
+        until(
+            lambda: all(looks(one) >= count + LOOKS for one, count in zip(operators, seen, strict=True)),
+            "several looks",
+        )
+        return before if told(deployments) == before else None
+
+    found = until(quiet, "nothing changes any more")
+    assert found is not None
+    return found
 
 
 def told(deployments: Deployments) -> tuple[list[Any], str, int]:
@@ -89,7 +120,9 @@ def told(deployments: Deployments) -> tuple[list[Any], str, int]:
 def test_a_restart_of_the_operator_changes_no_condition_and_posts_no_event(
     deployments: Deployments, start: Start, responder: AgentResponder, *, silent: bool
 ) -> None:
-    one = start(poll_stale_s=4)
+    # Agents that answer must not count as silent on a busy machine.
+    settings = {"poll_stale_s": 4 if silent else 60, "resync_s": 1}
+    one = start(**settings)
     role = {"tensorParallel": 1, "pageSize": 64, "instances": 1, **PREFILL_NODES}
     deployments.apply(prefill=role, decode=role)
     deployments.wait_reason("Ready", "Ready")
@@ -101,14 +134,14 @@ def test_a_restart_of_the_operator_changes_no_condition_and_posts_no_event(
         responder.silent |= {first, second}
         for condition in ("EnginesConnected", "PeersConnected", "TransportVerified"):
             deployments.wait_reason(condition, "AgentSilent")
-    until(lambda: looks(one) and deployments.condition("Progressing").get("reason") == "Settled", "settled")
-    before = told(deployments)
+    deployments.wait_reason("Progressing", "Settled")
+    before = settled_with(deployments, one)
     one.process.stop()
-    again = start(poll_stale_s=4)
+    again = start(**settings)
     # Long enough for this operator to report an agent without an answer as silent.
     seen = looks(again)
     began_s = time.monotonic()
-    until(lambda: looks(again) >= seen + 3 and time.monotonic() > began_s + 8, "it has looked several times")
+    until(lambda: looks(again) >= seen + LOOKS and time.monotonic() > began_s + 8, "it has looked several times")
     assert told(deployments) == before
     responder.silent -= {first, second}
 
@@ -160,7 +193,7 @@ def test_an_agent_that_redirects_is_not_followed(
         deployments.wait_reason("Ready", "Ready")
         address = deployments.pods()[0]["status"]["podIP"]
         responder.redirects[address] = f"http://{HOST}:{inside.port}/internal"
-        deployments.wait_reason("EnginesConnected", "AgentSilent", limit_s=60)
+        deployments.wait_reason("EnginesConnected", "AgentSilent")
         assert inside.asked == set()
     finally:
         responder.redirects.clear()
@@ -174,7 +207,8 @@ def test_releases_that_overlap_settle_and_name_no_other_tenant(
     plane.kubectl("create", "namespace", tenant)
     try:
         Deployments(plane, tenant, deployments.http_port).apply("theirs")
-        short = {"lease_s": 3, "lease_renew_s": 1, "resync_s": 1}
+        # A Lease that expires in a pause of a busy machine would change the serving operator.
+        short = {"lease_s": 60, "lease_renew_s": 1, "resync_s": 1}
         wide = start(watch_namespace="", lease_name="wide", **short)
         deployments.apply()
         deployments.wait_reason("NodesShared", "NodesShared")
@@ -185,10 +219,8 @@ def test_releases_that_overlap_settle_and_name_no_other_tenant(
         until(lambda: wide.metric("longshore_operator_left_deployments") == 1, "the other one has left it")
         event = until(lambda: deployments.events("ServedByAnother"), "it says so")[0]
         assert "/wide leaves this deployment to that of" in event["message"]
-        before = told(deployments)
-        seen = looks(wide), looks(narrow)
-        until(lambda: looks(wide) >= seen[0] + 8 and looks(narrow) >= seen[1] + 8, "both have looked again")
-        assert told(deployments) == before
+        # Operators that do not agree would write again and again.
+        settled_with(deployments, wide, narrow)
         assert tenant not in to_text(deployments.get("dgdep", "llama"))
         assert tenant not in to_text(deployments.list("events"))
         narrow.process.stop(signal.SIGKILL)
@@ -217,15 +249,14 @@ def test_trouble_has_one_warning_and_its_repetition_counts(deployments: Deployme
                 "patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p", patch
             )
             deployments.wait_reason("AgentsReady", condition)
-        warnings = until(lambda: warned(deployments), "a warning")
-        assert [(entry["reason"], entry["count"]) for entry in warnings] == [("AgentsNotReady", count)]
+        until(lambda count=count: warned(deployments) == [("AgentsNotReady", count)], "one warning with its count")
 
 
-def warned(deployments: Deployments) -> list[dict[str, Any]]:
-    events = deployments.list("events")
+def warned(deployments: Deployments) -> list[tuple[str, int]]:
+    """Return the reason and the count of each warning about a deployment."""
     return [
-        entry
-        for entry in events
+        (entry["reason"], entry["count"])
+        for entry in deployments.list("events")
         if entry["type"] == "Warning" and entry["involvedObject"]["kind"] == "DisaggDeployment"
     ]
 
@@ -237,6 +268,6 @@ def test_the_operator_is_ready_soon_whatever_it_watches_and_however_seldom_it_li
     settings = {"watch_namespace": namespace, "watch_nodes": nodes_watched, "resync_s": 3600}
     one = OperatorProcess(plane, namespace, **settings)
     try:
-        until(lambda: one.process.check() and one.status("/readyz") == 200, "it is ready", TOLD_S)
+        until(lambda: one.process.check() and one.status("/readyz") == 200, "it is ready")
     finally:
         one.process.stop()

@@ -15,11 +15,13 @@ import pytest
 import yaml
 from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
-from deployments import manifest, rendered_chart, to_text
+from controlplane.waiting import until
+from deployments import manifest, permitted, rendered_chart, to_text
 
 from longshore_cli.main import main
 
 NAME = "longshore-operator-verify"
+EXEC = ("create", "pods", "--subresource=exec")
 
 
 def agent(role: str) -> dict[str, Any]:
@@ -27,6 +29,11 @@ def agent(role: str) -> dict[str, Any]:
     labels = {"longshore.dev/deployment": "llama", "longshore.dev/roles": role}
     spec = {"nodeName": f"node-{role}", "containers": [{"name": "agent", "image": "longshore-agent:1"}]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"llama-{role}", "labels": labels}, "spec": spec}
+
+
+def user(namespace: str) -> str:
+    """Return the name of the Job's ServiceAccount as a user."""
+    return f"system:serviceaccount:{namespace}:{NAME}"
 
 
 @pytest.fixture
@@ -42,6 +49,7 @@ def account(plane: ControlPlane, namespace: str) -> Iterator[Path]:
     for role in ("prefill", "decode"):
         plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=to_text(agent(role)))
         plane.kubectl("patch", "pod", f"llama-{role}", "-n", namespace, "--subresource=status", "-p", ready)
+    until(lambda: permitted(plane, namespace, user(namespace), *EXEC), "the role is bound")
     token = plane.kubectl("create", "token", NAME, "-n", namespace)
     certificate = base64.b64encode(plane.authority.certificate_path.read_bytes()).decode()
     cluster = {"server": plane.server, "certificate-authority-data": certificate}
@@ -61,9 +69,8 @@ def test_the_rights_of_the_chart_reach_the_agents_pods_and_no_more(
     assert f"node-decode: no program can be started in pod {namespace}/llama-decode: " in out
     assert "orbidden" not in out
     assert out.splitlines()[-1] == "0 of 1 pairs moved every byte right; 1 untested"
-    who = f"--as=system:serviceaccount:{namespace}:{NAME}"
     for what in (("delete", "pods"), ("get", "secrets"), ("create", "pods"), ("patch", "disaggdeployments")):
-        assert plane.try_kubectl("auth", "can-i", *what, who, "-n", namespace).stdout.strip() == "no", what
+        assert not permitted(plane, namespace, user(namespace), *what), what
 
 
 def test_a_user_who_may_not_exec_is_told_which_right_to_ask_for(
@@ -72,6 +79,7 @@ def test_a_user_who_may_not_exec_is_told_which_right_to_ask_for(
     role = yaml.safe_load(plane.kubectl("get", "role", NAME, "-n", namespace, "-o", "yaml"))
     role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["pods/exec"]]
     plane.kubectl("replace", "-n", namespace, "-f", "-", stdin=to_text(role))
+    until(lambda: not permitted(plane, namespace, user(namespace), *EXEC), "the right is gone")
     assert main(["verify", "llama", "--kubeconfig", str(account), "-n", namespace]) == 1
     out = capsys.readouterr().out
     assert "AUTHENTICATION: node-prefill: " in out

@@ -17,7 +17,7 @@ from page_scene import HOSTILE, Pages, pages
 
 TOKEN = "a-token-of-this-test"
 PROXY_PATH = "/api/v1/namespaces/team/pods/agent-1:9470/proxy/"
-LIMIT_S = 30.0
+LIMIT_S = 150.0
 PHONE = 375
 
 

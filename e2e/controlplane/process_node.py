@@ -76,7 +76,7 @@ class ProcessNode:
         self.host.mkdir()
         self._register()
         self._thread.start()
-        until(self._is_ready, f"node {self.name} is Ready", 60)
+        until(self._is_ready, f"node {self.name} is Ready")
         return self
 
     def __exit__(self, *_: object) -> None:

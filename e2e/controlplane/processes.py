@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# etcd and the API server end within a second. After this limit a program is killed.
-STOP_LIMIT_S = 15.0
+# etcd and the API server end within a second on idle cores. After this limit a program is killed.
+STOP_LIMIT_S = 60.0
 LOG_TAIL_CHARACTERS = 3000
 
 
