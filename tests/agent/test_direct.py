@@ -8,11 +8,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import engine_pages
 import msgspec
 import numpy as np
 import pytest
 from agent_fleet import World
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, holders_of, room_ids, wait_for, wait_for_none
+from test_lost_memory import unsealed_region
 
 from longshore_client import Half, PageOrder, Reason, RoomError, RoomEventKind
 
@@ -76,6 +78,18 @@ def test_the_plan_by_their_names_says_so_before_any_room(node):
     listed = {each["instance"]: each for each in node.agent.get("/v1/bootstrap")["instances"]}["near-three"]
     assert listed["agent"] == node.two.endpoint().agent
     assert {(rank["device"], rank["near"]) for rank in listed["ranks"]} == {("cpu", listed["agent"])}
+
+
+def test_memory_that_its_engine_may_truncate_is_staged_and_the_plan_says_so(node, monkeypatch):
+    monkeypatch.setattr(engine_pages, "create_region", unsealed_region)
+    target = node.world.engine(node.agent, "near-open", roles=[Half.TARGET]).result()
+    each = Request(node.two, target, 100)
+    each.claim()
+    each.offer()
+    each.arrives()
+    found = node.agent.get("/v1/plan?source=near-two&target=near-open")
+    peers = node.agent.worker("near-open")["peers"]
+    assert ({found["way"].lower()}, {way for peer in peers for way in peer["ways"]}) == ({"staged"}, {"staged"})
 
 
 def test_an_engine_of_another_agent_is_written_through_the_transport(node):

@@ -9,7 +9,7 @@ import pytest
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
-from longshore_agent.status.snapshot import InstanceStatus
+from longshore_agent.status.snapshot import EngineStatus, InstanceStatus, PoolStatus
 from longshore_agent.worker import config as worker_config
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.claims import Wanted, chosen_way
@@ -43,10 +43,20 @@ def agent_of(device: str) -> str:
     return LIFE if device == "cpu" else f"{LIFE}.gpu"
 
 
-def planned(source: InstanceStatus, target: InstanceStatus, staging: Staging = Staging.AUTO) -> PlanView:
+def engine(target: InstanceStatus, *pools: PoolStatus) -> EngineStatus:
+    """Return rank 0 of an instance as its worker lists it."""
+    return EngineStatus(target.instance, 0, ("target",), target.layout, pools)
+
+
+def planned(
+    source: InstanceStatus,
+    target: InstanceStatus,
+    staging: Staging = Staging.AUTO,
+    engines: tuple[EngineStatus, ...] = (),
+) -> PlanView:
     settings = msgspec.structs.replace(PlanDefaults.of(Settings()), staging=staging)
     query = PlanQuery.model_validate({"source": source.instance, "target": target.instance, "chunk_tokens": TOKENS})
-    return answer(query, (source, target), settings)
+    return answer(query, (source, target), settings, engines=engines)
 
 
 def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, device: str) -> tuple[str, str]:
@@ -110,7 +120,7 @@ def test_a_gpu_of_another_agent_stages_into_host_memory_and_is_refused_where_sta
         planned(source, target, Staging.NEVER)
 
 
-def test_a_gpu_stages_into_pages_whose_rows_are_apart() -> None:
+def test_a_gpu_stages_into_pages_whose_rows_are_apart_and_the_plan_says_so() -> None:
     source, target = instance("p", layout(2), GPU), instance("d", layout(1), "cpu")
     settings = Settings()
     config = WorkerConfig(
@@ -124,6 +134,9 @@ def test_a_gpu_stages_into_pages_whose_rows_are_apart() -> None:
         session.claim(Wanted(key, source.endpoint(), 0, TOKENS, *pages, adjacent=adjacent), 0)
     ways = [{pair.way for pair in session.rooms[RoomKey("p", room, 0)].pairs.values() if pair.route} for room in (1, 2)]
     assert ways == [{Way.DIRECT}, {Way.STAGED}]
+    pools = [PoolStatus(number, 96, 1 << 20, adjacent=adjacent) for number, adjacent in ((0, True), (1, False))]
+    found = [planned(source, target, engines=(engine(target, *given),)).way for given in (pools[:1], pools)]
+    assert found == ["Direct", "Staged"]
 
 
 def test_a_plan_by_names_is_for_the_memory_that_is_asked_for() -> None:

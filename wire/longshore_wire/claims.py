@@ -267,7 +267,7 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
         )
 
 
-def is_near(agent: str, near: str, *, adjacent: bool = True) -> bool:
+def is_near(agent: str, near: str, *, mappable: bool = True, adjacent: bool = True) -> bool:
     """Return whether a source's worker may copy into a target's pages by way DIRECT.
 
     Workers of a GPU reach the pages of their agent's GPUs and of its host memory; those of a CPU only the latter.
@@ -275,9 +275,9 @@ def is_near(agent: str, near: str, *, adjacent: bool = True) -> bool:
     Args:
         agent: of the source's endpoint.
         near: of the target: the agent in its own endpoint; empty: no worker may.
-        adjacent: the elements of each row in the target's pages are adjacent.
+        mappable, adjacent: of the target's pool, as in `Wanted`.
     """
-    return near != "" and (agent == near or (adjacent and agent == f"{near}{names.ON_GPU}"))
+    return mappable and near != "" and (agent == near or (adjacent and agent == f"{near}{names.ON_GPU}"))
 
 
 def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:

@@ -80,7 +80,7 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        direct = wanted.mappable and is_near(wanted.endpoint.agent, self.config.agent, adjacent=wanted.adjacent)
+        direct = is_near(wanted.endpoint.agent, self.config.agent, mappable=wanted.mappable, adjacent=wanted.adjacent)
         planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=direct)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(

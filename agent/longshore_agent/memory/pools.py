@@ -58,6 +58,7 @@ class KVPool:
             None if they are for the CPU.
         on_device: they are for a GPU.
         sealed: the engine cannot truncate its memory, so that other engines' workers may map it.
+        adjacent: the elements of every row are adjacent.
         closed_s: time of `close` by `time.monotonic`; None before it.
         plane_groups: all planes in order, mostly one group. Their addresses are valid only inside `in_use`.
     """
@@ -84,6 +85,7 @@ class KVPool:
         """
         check_geometry(layout, geometry)
         strided = [index for index, plane in enumerate(geometry.planes) if plane.element_stride]
+        self.adjacent = not strided
         if strided and device is not None:
             raise PoolError(
                 f"planes[{strided[0]}].element_stride is {geometry.planes[strided[0]].element_stride}: a row in the reach "

@@ -182,8 +182,9 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
         """The plan between two layouts, or between two instances that are registered here."""
         snapshot = _asked(source)
         wire = snapshot.self_test.wire if snapshot.self_test is not None else UNKNOWN_WIRE
+        engines = tuple(engine for worker in snapshot.workers for engine in worker.engines)
         try:
-            return _json(answer(query, snapshot.instances, defaults, wire))
+            return _json(answer(query, snapshot.instances, defaults, wire, engines))
         except LongshoreError as error:
             unknown = error.reason is Reason.UNKNOWN_INSTANCE
             body = ErrorBody("UnknownInstance" if unknown else "LayoutMismatch", str(error), (str(error),))

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import InstanceStatus
+from longshore_agent.status.snapshot import EngineStatus, InstanceStatus
 from longshore_agent.transports.base import Wire
 from longshore_wire.claims import Reach, check_place, expected_way, is_near, staged_unless_forbidden
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover
@@ -141,11 +141,16 @@ class PlanView(msgspec.Struct, frozen=True):
 
 
 def answer(
-    query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: PlanDefaults, wire: str = Wire.UNKNOWN.value
+    query: PlanQuery,
+    instances: tuple[InstanceStatus, ...],
+    defaults: PlanDefaults,
+    wire: str = Wire.UNKNOWN.value,
+    engines: tuple[EngineStatus, ...] = (),
 ) -> PlanView:
     """Return the plan for `query`.
 
     Args:
+        engines: the ranks of `instances` that are connected, with their pools.
         wire: the wire of a query that names none.
     Raises:
         LayoutError: the layouts are invalid or cannot exchange pages.
@@ -170,7 +175,7 @@ def answer(
     over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
     attention = source.model.attention
     # Ranks of one target may use different devices. Each chooses the way of its own pairs.
-    reaches = [_reach(named, rank, staging) for rank in range(target.rank_count)]
+    reaches = [_reach(named, rank, staging, engines) for rank in range(target.rank_count)]
     plans = [plan(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
     ways = []
     # The pairs of these plans differ only in their ways.
@@ -195,17 +200,32 @@ def answer(
     return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
 
 
-def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> Reach:
+def _reach(
+    named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging, engines: tuple[EngineStatus, ...]
+) -> Reach:
     """Return the knowledge of target rank `rank`. Without named instances, both are on CPUs of different agents.
 
-    A rank that has not registered is assumed to be on the device of the first one.
+    A rank that has not registered is assumed to be on the device of the first one. A room is in one pool; of several,
+    the least capable one counts.
     """
     if named is None or not named[1].ranks:
         return Reach(staging, near=False, in_place=True)
     source, target = named
     in_place = all(each.device == "cpu" for each in source.ranks)
     place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
-    near = is_near(source.agent, place.near)
+    pools = [
+        pool
+        for each in engines
+        if (each.instance, each.layout.dp_rank, each.memory) == (target.instance, target.layout.dp_rank, target.memory)
+        and each.rank == place.rank
+        for pool in each.pools
+    ]
+    near = is_near(
+        source.agent,
+        place.near,
+        mappable=all(pool.mappable for pool in pools),
+        adjacent=all(pool.adjacent for pool in pools),
+    )
     # No transport writes an engine's pages on a GPU in place.
     on_gpu = place.device != "cpu"
     asked = staged_unless_forbidden(staging) if on_gpu and not near else staging

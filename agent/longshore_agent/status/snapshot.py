@@ -183,11 +183,18 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """Pages that an engine shares with its worker."""
+    """Pages that an engine shares with its worker.
+
+    Attributes:
+        mappable: the engine cannot truncate its memory. If it can, no worker writes it by way DIRECT.
+        adjacent: the elements of every row are adjacent. If not, no GPU writes it by way DIRECT.
+    """
 
     pool: int
     page_count: int
     total_bytes: int
+    mappable: bool = True
+    adjacent: bool = True
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

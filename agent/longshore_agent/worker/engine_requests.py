@@ -340,7 +340,7 @@ class EngineRequests:
             len(pages),
             data,
             mappable=pool.kv_pool.sealed,
-            adjacent=not any(plane.element_stride for plane in pool.kv_pool.geometry.planes),
+            adjacent=pool.kv_pool.adjacent,
             digest=message.digest,
         )
         try:

@@ -193,7 +193,13 @@ def _engines(worker: DescribedWorker, now_ns: int) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
-        PoolStatus(number, pool.kv_pool.page_count, sum(length for _, length in pool.kv_pool.regions))
+        PoolStatus(
+            number,
+            pool.kv_pool.page_count,
+            sum(length for _, length in pool.kv_pool.regions),
+            pool.kv_pool.sealed,
+            pool.kv_pool.adjacent,
+        )
         for number, pool in worker.requests.pools.items()
     )
     config = worker.config
