@@ -88,7 +88,7 @@ def _columns_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _locate(
+def locate(
     side: tl.tuple,
     chosen: tl.tuple,
     at: tl.tensor,
@@ -101,6 +101,8 @@ def _locate(
     step: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return a pointer for the tile on one side, and the offset of each row from it in words.
+
+    The digest kernel calls it, too.
 
     All rows share one base of 64 bits, since a 64-bit product for each row would cost more than its copy.
 
@@ -210,10 +212,10 @@ def copy_kernel(
         chosen = (plane, own_head, own_heads, layer_count, row_count, row_words)
         source_side = (source, source_pages, source_token, source_gap, source_head)
         target_side = (target, target_pages, target_token, target_gap, target_head)
-        source_at, source_row = _locate(
+        source_at, source_row = locate(
             source_side, chosen, at, meant, unit_bytes, word, rows, source_page_tokens, one_page, step
         )
-        target_at, target_row = _locate(
+        target_at, target_row = locate(
             target_side, chosen, at, meant, unit_bytes, word, rows, target_page_tokens, one_page, step
         )
         mask = meant[:, None] & (column < row_words)[None, :]

@@ -37,8 +37,8 @@ import triton.language as tl
 
 from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.kernels.copier import check_fit
+from longshore_agent.kernels.copy_kernel import locate
 from longshore_agent.kernels.device_grid import (
-    PLANE_FIELDS,
     TOKEN_BYTES_MAX,
     Grid,
     Tile,
@@ -67,7 +67,6 @@ TUNING = Tuning(tile_bytes=16384)
 _WORD_BYTES = 8
 _KEY_WORDS = BLOCK_WORDS + 2
 _PARTS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
-_PLANE_FIELDS = tl.constexpr(PLANE_FIELDS)
 _BLOCK_WORDS = tl.constexpr(BLOCK_WORDS)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _MIX = tl.constexpr(MIX)
@@ -141,20 +140,12 @@ def digest_kernel(
     part_bytes: tl.constexpr = part.primitive_bitwidth // 8
     units: tl.constexpr = unit_bytes // part_bytes
     block, own_head, plane = tl.program_id(0) % blocks, tl.program_id(1), tl.program_id(2)
-    row = tl.program_id(0) // blocks * rows + tl.arange(0, rows)
+    at = tl.program_id(0) // blocks * rows
+    row = at + tl.arange(0, rows)
     meant = row < row_count
-    # There are at most two kinds, K and V, so no division is needed to find the kind.
-    pool_plane = plane + (plane >= layer_count).to(tl.int32) * gap
-    # The compiler does not know the alignment of loaded addresses. Without this hint it would move single words.
-    fields = planes.to(tl.int64).to(tl.pointer_type(tl.int64)) + pool_plane * _PLANE_FIELDS
-    start = tl.multiple_of(tl.load(fields).to(tl.pointer_type(part)), unit_bytes)
-    page_stride = tl.multiple_of(tl.load(fields + 1) // part_bytes, units)
-    token_stride = tl.multiple_of(tl.load(fields + 2) // part_bytes, units)
-    start += (head + own_head).to(tl.int64) * tl.multiple_of(tl.load(fields + 3) // part_bytes, units)
-    position = token + row
-    ids = pages.to(tl.int64).to(tl.pointer_type(tl.int32)) + position // page_tokens
-    offset = tl.load(ids, mask=meant, other=0).to(tl.int64) * page_stride
-    offset += (position % page_tokens).to(tl.int64) * token_stride
+    side = (planes, pages, token, gap, head)
+    chosen = (plane, own_head, tl.num_programs(1), layer_count, row_count, row_units * units)
+    start, offset = locate(side, chosen, at, meant, unit_bytes, part, rows, page_tokens, False, tl.int64)
     column = tl.arange(0, columns)
     word = block * _BLOCK_WORDS + column
     words = _read_words(start, offset, meant, word, row_units * units, part)
