@@ -181,6 +181,14 @@ def test_as_many_spans_are_kept_as_are_set(place: Place) -> None:
     assert counts[place.given] <= 4 < counts[place.default]
 
 
+def test_a_room_whose_first_spans_are_gone_names_the_workers_that_lack_them(place: Place) -> None:
+    for agent, lacking in ((place.given, {"cut-from/0/0", "cut-to/0/0"}), (place.default, set())):
+        each = moved(place, agent, "cut")
+        page = f"/v1/rooms/{each.room}"
+        wait_for(lambda: len(place.told(agent, page)["halves"]) == 2, what="an answer of both workers")  # noqa: B023
+        assert set(place.told(agent, page)["incomplete"]) == lacking
+
+
 def test_an_agent_does_what_its_config_file_says(tmp_path: Path, place: Place) -> None:
     config = AgentConfig(
         deployment=Deployment(namespace="tests", name="filed"),

@@ -152,6 +152,20 @@ def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has()
     assert [(span.source_rank, span.target_rank) for span in found] == [*[(-1, -1)] * 3, (1, 0), (-1, -1)]
 
 
+def test_a_room_that_opened_after_the_last_lost_step_has_all_of_its_steps() -> None:
+    spans, at = SpanRecorder(2), (-1, -1)
+    spans.record("Offer", RoomKey("p", 6, 0), *at, 10, 12)
+    spans.record("Offer", KEY, *at, 20, 22)
+    assert spans.lost_ns == -1
+    spans.record("send DONE", RoomKey("p", 6, 0), *at, 30, 32)
+    # A step that ended early may be recorded late.
+    spans.record("send DONE", KEY, *at, 3, 4)
+    assert (spans.lost_ns, len(spans)) == (22, 2)
+    spans.record("RELEASED", KEY, *at, 40, 41)
+    spans.record("RELEASED", KEY, *at, 41, 42)
+    assert spans.lost_ns == 32
+
+
 def test_messages_of_no_room_and_answers_to_no_request_leave_no_step() -> None:
     spans = SpanRecorder(5)
     steps = StepLog(spans, "p", of_engines=True)

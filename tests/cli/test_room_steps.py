@@ -15,6 +15,7 @@ from longshore_cli.rooms.steps import (
     NoStepsError,
     arrows,
     busy_ns,
+    cut_workers,
     gaps,
     joined,
     transfer,
@@ -44,7 +45,8 @@ def span(worker: str, stage: str, kind: str, start_us: float, end_us: float, **m
 
 
 def detail(half: str, worker: str, *spans: dict[str, Any], instance: str = "p") -> dict[str, Any]:
-    return {"room": "7", "halves": [{"worker": worker, "room": {"half": half, "instance": instance}}], "spans": spans}
+    halves = [{"worker": worker, "room": {"half": half, "instance": instance}}]
+    return {"room": "7", "halves": halves, "spans": spans, "incomplete": []}
 
 
 def at_peer(worker: str, stage: str, kind: str, start_us: float, end_us: float, woken_us: float) -> dict[str, Any]:
@@ -189,6 +191,26 @@ def test_without_steps_of_engines_the_setting_is_named() -> None:
     text = timeline.table(joined([page], SAME[:1]))
     assert "LONGSHORE_CLIENT_SPANS=true" in text
     assert "the time to decode's DONE is not known" in text
+
+
+def test_a_room_whose_first_steps_are_gone_is_called_incomplete_in_the_table_and_in_the_file(tmp_path) -> None:
+    details = [prefill() | {"incomplete": [PREFILL]}, decode()]
+    steps, gone = joined(details, SAME), cut_workers(details)
+    said = [line for line in timeline.table(steps, gone).splitlines() if "incomplete" in line]
+    assert len(said) == 1
+    assert "prefill worker 1" in said[0]
+    assert "LONGSHORE_SPANS_MAX" in said[0]
+    assert "decode" not in said[0]
+    assert "incomplete" not in timeline.table(steps, cut_workers([prefill(), decode()]))
+    timeline.write(steps, tmp_path / "t.json", gone)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [
+        "prefill engine 1",
+        "prefill worker 1 (first steps are gone)",
+        "decode worker 0",
+        "decode engine 0",
+    ]
 
 
 def test_a_long_room_is_cut_in_the_table_and_whole_in_the_file(tmp_path) -> None:

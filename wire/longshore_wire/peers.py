@@ -42,12 +42,14 @@ class Ended:
 
     Attributes:
         lives: at a target only: the lives of the sources of this room.
+        opened_ns: when it opened here; 0 if it never did.
     """
 
     reason: Reason
     text: str
     until_ns: int
     lives: tuple[Life, ...] = ()
+    opened_ns: int = 0
 
 
 @dataclass(slots=True)

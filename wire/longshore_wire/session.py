@@ -253,7 +253,8 @@ class Session:
         self._effect(Stale(name))
 
     def _remember(self, key: RoomKey, reason: Reason, text: str, until_ns: int, lives: tuple[Life, ...] = ()) -> None:
-        self.ended[key] = Ended(reason, text, until_ns, lives)
+        room = self.rooms.get(key)
+        self.ended[key] = Ended(reason, text, until_ns, lives, 0 if room is None else room.opened_ns)
         self.ended.move_to_end(key)
         while len(self.ended) > self.config.ended_rooms_max:
             self.ended.popitem(last=False)

@@ -58,12 +58,17 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class RoomDetail(msgspec.Struct, frozen=True):
-    """All halves of a room at this agent, with the spans of its slabs and messages sorted by start."""
+    """All halves of a room at this agent, with the spans of its slabs and messages sorted by start.
+
+    Attributes:
+        incomplete: workers that have recorded earlier spans of the room, which are not here.
+    """
 
     room: str
     halves: tuple[RoomEntry, ...]
     spans: tuple[Span, ...]
     clock: Clock | None = None
+    incomplete: tuple[str, ...] = ()
 
 
 def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, ended: bool | None) -> RoomList:
@@ -111,7 +116,9 @@ def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDeta
         for span in worker.spans
         if span.room == text and instance in (None, span.instance)
     ]
-    return RoomDetail(text, halves, tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns))))
+    spans = tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns)))
+    cut = tuple(sorted({half.worker for half in halves} & {each.worker for each in snapshot.workers if each.spans_cut}))
+    return RoomDetail(text, halves, spans, incomplete=cut)
 
 
 def _entries(snapshot: AgentSnapshot) -> Iterator[RoomEntry]:

@@ -375,11 +375,13 @@ class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
         rooms: the oldest open ones, at most OPEN_ROOMS_LISTED_MAX, and a requested one.
         ended: the newest ended ones, at most ENDED_ROOMS_LISTED_MAX, and a requested one.
         spans: spans of the requested room, at most SPANS_LISTED_MAX.
+        spans_cut: its first ones are not kept, or are more than are listed.
     """
 
     rooms: tuple[RoomStatus, ...] = ()
     ended: tuple[RoomStatus, ...] = ()
     spans: tuple[Span, ...] = ()
+    spans_cut: bool = False
     metrics: MetricsSnapshot = MetricsSnapshot()
 
     def status(self) -> WorkerStatus:

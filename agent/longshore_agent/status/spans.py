@@ -64,11 +64,16 @@ Record = tuple[str, PairKey | RoomKey, int, int, int, int, Kind, int]
 
 
 class SpanRecorder:
-    """Keeps the newest `capacity` spans. `record` never blocks, and allocates nothing once it is full."""
+    """Keeps the newest `capacity` spans. `record` never blocks, and allocates nothing once it is full.
+
+    Attributes:
+        lost_ns: the latest end of a span that is no longer kept; -1 if all are.
+    """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
         self.capacity = capacity
+        self.lost_ns = -1
         self._lock = threading.Lock()
         self._spans: list[Record] = []
         self._total = 0
@@ -94,7 +99,9 @@ class SpanRecorder:
             if self._total < self.capacity:
                 self._spans.append(span)
             else:
-                self._spans[self._total % self.capacity] = span
+                place = self._total % self.capacity
+                self.lost_ns = max(self.lost_ns, self._spans[place][5])
+                self._spans[place] = span
             self._total += 1
 
     def of_room(self, room: int, *, limit: int, instance: str | None = None) -> tuple[Span, ...]:

@@ -95,6 +95,7 @@ def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> b
     _count_wires(worker.metrics, peers)
     ring = worker.target.granter.ring if worker.target is not None else None
     ports = _data_ports(worker)
+    spans = worker.spans.of_room(room, limit=SPANS_LISTED_MAX + 1) if room is not None else ()
     snapshot = WorkerSnapshot(
         worker=config.name,
         pid=os.getpid(),
@@ -117,7 +118,8 @@ def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> b
         mismatch=worker.mover.mismatch,
         rooms=tuple(_open_rooms(worker, room, now_ns)),
         ended=tuple(_ended_rooms(worker, room)),
-        spans=worker.spans.of_room(room, limit=SPANS_LISTED_MAX) if room is not None else (),
+        spans=spans[-SPANS_LISTED_MAX:],
+        spans_cut=len(spans) > SPANS_LISTED_MAX or _lost_spans(worker, room),
         metrics=worker.metrics.snapshot(),
     )
     return msgspec.msgpack.encode(snapshot)
@@ -254,6 +256,17 @@ def _open_rooms(worker: DescribedWorker, room: int | None, now_ns: int) -> Itera
         listed += [found for found in session.rooms.values() if found.key.room == room and found not in listed]
         for found in listed:
             yield _source(found, now_ns) if isinstance(found, SourceRoom) else _target(half, found, now_ns)
+
+
+def _lost_spans(worker: DescribedWorker, room: int | None) -> bool:
+    """Return whether spans of a room are no longer kept: the earliest of them ended after it opened."""
+    return any(
+        0 < found.opened_ns <= worker.spans.lost_ns
+        for session in worker.sessions.values()
+        for rooms in (session.rooms, session.ended)
+        for key, found in rooms.items()
+        if key.room == room
+    )
 
 
 def _ended_rooms(worker: DescribedWorker, room: int | None) -> Iterable[RoomStatus]:

@@ -10,7 +10,7 @@ from longshore_cli import agents
 from longshore_cli.arguments import new_file, whole
 from longshore_cli.rooms import listing, timeline
 from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
-from longshore_cli.rooms.steps import joined
+from longshore_cli.rooms.steps import cut_workers, joined
 from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
 
 # Requests to each agent. An answer lacks a worker that got no processor for a while, so the one with most spans counts.
@@ -56,12 +56,12 @@ def trace(arguments: argparse.Namespace) -> int:
     with agents.opened(arguments) as pages:
         details, hosts = _asked(pages, arguments.room, arguments.instance)
     shifts = corrections(hosts)
-    steps = joined(details, shifts)
-    print(timeline.table(steps))
+    steps, cut = joined(details, shifts), cut_workers(details)
+    print(timeline.table(steps, cut))
     for line in _alignment(details, shifts):
         print(line)
     if arguments.output:
-        timeline.write(steps, arguments.output)
+        timeline.write(steps, arguments.output, cut)
         print(f"wrote {arguments.output}: open it at ui.perfetto.dev")
     return 0
 
@@ -86,7 +86,7 @@ def _asked(pages: Sequence[AgentPages], room: int, instance: str | None) -> tupl
     path, query = f"/v1/rooms/{room}", {"instance": instance} if instance else None
 
     def ask(agent: AgentPages, count: int) -> list[tuple[dict[str, Any], Answer]]:
-        found = [agent.page(path, query, fields=("halves", "spans")) for _ in range(count)]
+        found = [agent.page(path, query, fields=("halves", "spans", "incomplete")) for _ in range(count)]
         return [each for each in found if each is not None]
 
     known = {}

@@ -108,6 +108,12 @@ def gaps(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Gap]:
     return found
 
 
+def cut_workers(details: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the processes of workers that no longer have the room's first steps."""
+    labels = _labels(details)
+    return sorted(labels[worker][1] for detail in details for worker in detail["incomplete"] if worker in labels)
+
+
 def busy_ns(steps: Iterable[Step], start_ns: int, end_ns: int) -> int:
     """Return the time in [start, end) in which at least one of the steps, in the order of their start, ran."""
     total_ns, covered_ns = 0, start_ns

@@ -12,6 +12,8 @@ from longshore_wire.errors import LongshoreError, Reason
 
 # Steps in the table. A room of many slabs is for the file.
 TABLE_STEPS_MAX = 400
+# Behind the name of a process in the file.
+_CUT = " (first steps are gone)"
 # Shorter gaps are counted, not shown.
 _SHOWN_GAP_NS = 1000
 _LEFT = frozenset({2, 3})
@@ -25,8 +27,8 @@ class TraceFileError(LongshoreError):
     reason = Reason.UNSUPPORTED
 
 
-def table(steps: Sequence[Step]) -> str:
-    """Return the table: each step and each gap, and the sums."""
+def table(steps: Sequence[Step], cut: Sequence[str] = ()) -> str:
+    """Return the table: each step and each gap, and the sums. `cut` are processes whose first steps are gone."""
     first_ns = steps[0].start_ns
     last_ns = max(step.end_ns for step in steps)
     found = gaps(steps, first_ns, last_ns)
@@ -39,21 +41,32 @@ def table(steps: Sequence[Step]) -> str:
     text = aligned(rows, _LEFT)
     if len(shown) < len(steps):
         text.append(f"… {len(steps) - len(shown)} more steps: write them to a file with -o")
+    if cut:
+        text.append("")
+        text.append(
+            f"incomplete: the first steps of {', '.join(cut)} are gone, so that times and sums lack them: a worker keeps its "
+            "newest steps of all rooms (LONGSHORE_SPANS_MAX) and shows the newest 4,096 of one"
+        )
     return "\n".join([*text, "", *_sums(steps, first_ns, last_ns)])
 
 
-def write(steps: Sequence[Step], path: Path) -> None:
+def write(steps: Sequence[Step], path: Path, cut: Sequence[str] = ()) -> None:
     """Write the file: a process for each engine and worker, an arrow for each message that was handled.
 
+    Args:
+        cut: processes whose first steps are gone.
     Raises:
         TraceFileError: more steps of one thread overlap than one room can have, or the file cannot be written.
     """
     file = TraceFile()
-    for process in _processes(steps):
-        file.process(process)
+    shown = {process: f"{process}{_CUT if process in cut else ''}" for process in _processes(steps)}
+    for name in shown.values():
+        file.process(name)
     try:
         spots = [
-            file.span(step.process, step.thread, _text(step), step.kind, step.start_ns, step.end_ns, _arguments(step))
+            file.span(
+                shown[step.process], step.thread, _text(step), step.kind, step.start_ns, step.end_ns, _arguments(step)
+            )
             for step in steps
         ]
     except TooManyRowsError as error:
