@@ -216,6 +216,9 @@ def test_a_device_that_has_failed_is_asked_for_nothing_and_given_nothing_more_an
     whole.start(2)
     whole.start(3, way=Way.STAGED)
     whole.mover.hurry()
+    # The failed turn had not prepared the pages of its requests yet.
+    whole.mover.prepare_pages(whole.pool, PageTable(0, np.zeros(1, "<i4")), Half.TARGET)
+    assert whole.device.admitted == []
     assert not whole.mover.drive()
     assert whole.device.directs == [direct]
     whole.mover.take_results({Half.SOURCE: whole.core}, 0)

@@ -93,6 +93,26 @@ def test_pages_of_a_pool_that_was_unmapped_are_not_prepared(make):
     assert prepared == [[3, 5]]
 
 
+def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):
+    """An engine claims and cancels, or offers two chunks, in one turn of its worker's loop."""
+    prepared = []
+    target, source = make("D", Half.TARGET), make("P", Half.SOURCE)
+    for side in (target, source):
+        side.requests.prepare_pages = lambda _pool, table, _half, _ways: prepared.append(table.pages.tolist())
+        side.register()
+    assert isinstance(target.say(claim(1, 8, pages(3, 4))), Accepted)
+    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
+    assert isinstance(target.say(claim(2, 8, pages(5, 6))), Accepted)
+    assert reason(target.say(claim(2, 8, pages(7, 8)))) is Reason.ROOM_REUSED
+    target.turn(source)
+    assert target.released == {1}
+    assert [key.room for key in target.requests.prepare_new()] == [2]
+    assert isinstance(source.say(Offer(0, 3, 0, 0, 8, False, pages(1, 2))), Accepted)
+    assert isinstance(source.say(Offer(0, 3, 0, 8, 16, True, pages(3, 4))), Accepted)
+    assert [key.room for key in source.requests.prepare_new()] == [3]
+    assert prepared == [[5, 6], [1, 2, 3, 4]]
+
+
 def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):
     target = make("D", Half.TARGET)
     target.register()

@@ -138,10 +138,11 @@ class EngineRequests:
         """Prepare the pages that the last requests have added, and yield each one's room.
 
         Neither the engine nor peers wait for this: their messages have left. A slab that starts earlier prepares its pages.
+        Rooms that were released since are left out, and so are lists that a later request has made longer.
         """
         unprepared, self._unprepared = self._unprepared, []
         for key, pool, table, half, ways in unprepared:
-            if pool.closed_s is not None:
+            if self.tables.get((half, key)) is not table or pool.closed_s is not None:
                 continue
             # A copy prepares them again, and fails its room alone.
             with contextlib.suppress(LongshoreError):

@@ -104,7 +104,7 @@ class Mover:
         Args:
             ways: the ways of a source's slabs, as far as they were claimed.
         """
-        if not len(table.pages):
+        if self.failure or not len(table.pages):
             return
         if half is Half.SOURCE and (Way.DIRECT in ways or (not ways and self._gives_directly)):
             self._copier.prepare_pages(pool, table.pages, table.first_page, to_write=False, direct=True)
