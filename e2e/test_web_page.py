@@ -104,14 +104,39 @@ def test_the_page_works_below_the_path_of_the_api_servers_proxy_and_says_when_th
         until(lambda: "No answer" not in browser.text(), "it reads again", LIMIT_S)
 
 
+def test_the_page_gives_a_token_to_no_other_agent_that_answers_at_the_same_address(
+    scene: Pages, browser: Browser
+) -> None:
+    with _Proxy(scene.prefill.http) as port:
+        port.adds_token = False
+        browser.open(f"{port.url}{PROXY_PATH}")
+        shows(browser, "The agent wants its token.")
+        gives(browser, TOKEN)
+        shows(browser, "gpu-node-3", "ready")
+        port.passes_to(scene.decode.http)
+        assert "gpu-node-7" not in shows(browser, "The agent wants its token.")
+        browser.open(f"{port.url}{PROXY_PATH}")
+        shows(browser, "The agent wants its token.")
+        assert scene.decode.http.removeprefix("http://") not in port.got_token
+        port.passes_to(scene.prefill.http)
+        browser.open(f"{port.url}{PROXY_PATH}")
+        shows(browser, "gpu-node-3", "ready")
+
+
 class _Proxy(ThreadingHTTPServer):
-    """Serves an agent below PROXY_PATH, as the API server's proxy does, and adds the token."""
+    """Serves an agent below PROXY_PATH, as the API server's proxy does, and adds the token unless told otherwise.
+
+    Attributes:
+        got_token: the agents to which a browser has sent a token.
+    """
 
     def __init__(self, agent: str) -> None:
         super().__init__((HOST, 0), _Passes)
-        self.agent = agent.removeprefix("http://")
+        self.passes_to(agent)
         self.url = f"http://{HOST}:{self.server_address[1]}"
         self.down = False
+        self.adds_token = True
+        self.got_token: set[str] = set()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -121,19 +146,30 @@ class _Proxy(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def passes_to(self, agent: str) -> None:
+        self.agent = agent.removeprefix("http://")
+
 
 class _Passes(BaseHTTPRequestHandler):
     server: _Proxy
 
     def do_GET(self) -> None:
+        agent, given = self.server.agent, self.headers["Authorization"]
+        if given:
+            self.server.got_token.add(agent)
         if self.server.down or not self.path.startswith(PROXY_PATH):
             self._answer(503, [], b'{"kind": "Status", "message": "error trying to reach service"}')
             return
-        line = HTTPConnection(self.server.agent, timeout=LIMIT_S)
-        line.request("GET", f"/{self.path.removeprefix(PROXY_PATH)}", headers={"Authorization": f"Bearer {TOKEN}"})
+        line = HTTPConnection(agent, timeout=LIMIT_S)
+        token = f"Bearer {TOKEN}" if self.server.adds_token else given
+        headers = {"Authorization": token} if token else {}
+        line.request(self.command, f"/{self.path.removeprefix(PROXY_PATH)}", headers=headers)
         answer = line.getresponse()
         self._answer(answer.status, answer.getheaders(), answer.read())
         line.close()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         self.send_response(status)

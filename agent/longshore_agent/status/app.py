@@ -99,7 +99,7 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
 
 def _add_web_page(app: FastAPI) -> None:
     # A coroutine, since it takes none of the threads of the other pages.
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def web() -> Response:
         return Response(web_page.BODY, headers=web_page.HEADERS)
 
