@@ -237,6 +237,8 @@ def test_without_a_collector_rooms_move_and_their_spans_are_counted_as_dropped(p
         ({"HEADERS": "tenant=a,Authorization: Bearer s3cret"}, "HEADERS: entry 2 is no header"),
         ({"TRACES_HEADERS": "authorization=s3cret;a"}, "TRACES_HEADERS: entry 1 is no header"),
         ({"ENDPOINT": "s3cret@collector:4318"}, "ENDPOINT does not begin with http://"),
+        ({"ENDPOINT": "http://collector:4318/?key=s3cret"}, "ENDPOINT has a query (?) or credentials (@)"),
+        ({"TRACES_ENDPOINT": "https://a:s3cret@collector/v1"}, "TRACES_ENDPOINT has a query (?) or credentials (@)"),
     ],
 )
 def test_a_variable_that_the_library_would_log_or_cannot_use_is_refused_without_its_value(

@@ -25,13 +25,15 @@ _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 # An entry as the library reads it; it writes any other entry to the log.
 _HEADER = re.compile(r"[!#-'*+\-.0-9A-Z^-z|~]+[ \t]*=[ \t!#-+\--:<-\[\]-~]*")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+# The library logs an address with its query when the collector fails, and a malformed one with its credentials.
+_CREDENTIALS = "?@"
 # Names of the halves, as users know them.
 _SPANS = {"source": "room prefill", "target": "room decode"}
 _FAILED = OUTCOMES[1]
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the library is not installed, would log a malformed header, or cannot use the endpoint.
+    """Raise ConfigError if the library is not installed, would log a secret, or cannot use the endpoint.
 
     No message has a value, since headers and addresses may hold a token.
     """
@@ -48,8 +50,12 @@ def check(environment: Mapping[str, str]) -> None:
                 form = "give name=value, separated by commas, and encode other characters than those of URLs by %"
                 raise ConfigError([f"{name}: entry {number} is no header: {form}"])
     for name in _ENDPOINTS:
-        if not environment.get(name, "http://").strip().lower().startswith(("http://", "https://")):
+        value = environment.get(name, "http://")
+        if not value.strip().lower().startswith(("http://", "https://")):
             raise ConfigError([f"{name} does not begin with http:// or https://: give the whole address"])
+        if any(mark in value for mark in _CREDENTIALS):
+            text = f"{name} has a query (?) or credentials (@), which would be logged: give a token in {_HEADERS[0]}"
+            raise ConfigError([text])
 
 
 def trace_id(deployment: str, report: RoomReport) -> int:
