@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from longshore_cli import cluster
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import CONNECTIONS, Cluster
 from longshore_cli.status_pages import AgentPageError, AgentPages
+from longshore_cli.threads import Threads
 from longshore_wire.errors import LongshoreError
 
 # For one page of each of 1,000 agents, which takes some seconds. One that does not answer takes HTTP_TIMEOUT_S.
@@ -90,13 +90,9 @@ def answers(
     Args:
         limit_s: agents that have not answered by then are given up; None: all are asked.
     """
-    threads = ThreadPoolExecutor(CONNECTIONS)
-    try:
+    with Threads(CONNECTIONS) as threads:
         futures = [threads.submit(ask, one) for one in pages]
-        wait(futures, limit_s)
-    finally:
-        # Also if the user interrupts it, when the process would otherwise ask all agents before it ends.
-        threads.shutdown(wait=False, cancel_futures=True)
+        threads.finish(limit_s)
     found: list[_Answer | LongshoreError] = []
     for one, future in zip(pages, futures, strict=True):
         if future.cancelled() or not future.done():

@@ -11,12 +11,15 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote, urlencode
 
 from longshore_cli.status_pages import HTTP_TIMEOUT_S, AgentPages, Page
+from longshore_cli.threads import Threads
 from longshore_wire import names
 from longshore_wire.errors import LongshoreError, Reason
 
@@ -27,6 +30,8 @@ DEPLOYMENTS = f"/apis/{names.API_GROUP_VERSION}"
 _PAGE_COUNT = 500
 # Requests of one command at the same time.
 CONNECTIONS = 16
+# For the start of a program in a pod, for which a busy node takes seconds.
+START_LIMIT_S = 30.0
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 # Channels of a program's connection, besides its standard input and output: its error output, and the API server's verdict.
 _STDERR, _ERROR = 2, 3
@@ -219,10 +224,19 @@ class Cluster:
         url = f"{self.host}{path}?{urlencode([*words, *(('command', word) for word in command)])}"
         where = f"pod {agent.namespace}/{agent.name}"
         try:
-            # Its binary messages keep a character whole that two of them share.
-            client = connect(
-                self._client.configuration, url.replace("http", "ws", 1), self._credentials(), False, binary=True
-            )
+            # Its binary messages keep a character whole that two of them share. It has no limit of its own.
+            with Threads(1) as threads:
+                connected = threads.submit(
+                    partial(connect, binary=True),
+                    *(self._client.configuration, url.replace("http", "ws", 1), self._credentials(), False),
+                )
+                threads.finish(START_LIMIT_S)
+            if not connected.done():
+                connected.add_done_callback(_close_late)
+                raise ClusterError(f"no program has started in {where} within {START_LIMIT_S:g} s")
+            client = connected.result()
+            # For the rest of a message that has begun.
+            client.sock.settimeout(HTTP_TIMEOUT_S)
         except WebSocketBadStatusException as error:
             said = _message(getattr(error, "resp_body", None) or b"") or str(error)
             if error.status_code in {_UNAUTHORIZED, _FORBIDDEN}:
@@ -324,6 +338,12 @@ class PodProgram:
     def close(self) -> None:
         """Close the connection, which ends the standard input."""
         self._client.close()
+
+
+def _close_late(connected: Future[Any]) -> None:
+    """Close a connection for which nobody waits any longer, which ends its program."""
+    if connected.exception() is None:
+        connected.result().close()
 
 
 def container(pod: Body) -> Body:

@@ -5,7 +5,9 @@ Called by `local_agents` for agents that it has started, by `agents` for those t
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -95,7 +97,14 @@ class AgentPages:
                     if not (reused and isinstance(error, ConnectionError)):
                         raise
 
-        return cls(url.rstrip("/"), fetch, connection.close)
+        def close() -> None:
+            # A thread that still reads holds the lock that `close` needs.
+            if (line := connection.sock) is not None:
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+        return cls(url.rstrip("/"), fetch, close)
 
     def __enter__(self) -> Self:
         return self

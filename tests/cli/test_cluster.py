@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import json
 import socket
 import threading
@@ -66,3 +68,26 @@ def test_an_agent_that_does_not_answer_is_named_and_not_the_api_server(
             found.pages(scene.pod("n-0")).page("/v1/status")
         with pytest.raises(ClusterError, match=r"^the API server http:.* does not answer"):
             found.deployments()
+
+
+def test_a_program_that_does_not_start_is_given_up_and_its_late_connection_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "START_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, _connected(tmp_path, silent.getsockname()[1]) as found:
+        with pytest.raises(ClusterError, match=r"no program has started in pod team/llama-agent-n-0 within 0.2 s"):
+            found.start(scene.pod("n-0"), ["true"])
+        line, _ = silent.accept()
+        with line:
+            line.settimeout(cluster.HTTP_TIMEOUT_S)
+            asked = b""
+            while not asked.endswith(b"\r\n\r\n"):
+                asked += line.recv(1 << 16)
+            key = next(each.split(b": ")[1] for each in asked.split(b"\r\n") if each.startswith(b"Sec-WebSocket-Key"))
+            # As RFC 6455 has it.
+            accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+            head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            protocol = b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\n"
+            line.sendall(head + protocol + b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
+            # The first byte of a frame that closes.
+            assert line.recv(1) == b"\x88"

@@ -20,6 +20,7 @@ import pytest
 from longshore_cli.analyze import rules
 from longshore_cli.cluster import CONNECTIONS
 from longshore_cli.main import main
+from longshore_cli.status_pages import HTTP_TIMEOUT_S
 
 MANIFEST = Path(__file__).parents[2] / "examples" / "llama-70b.yaml"
 COMMAND = [sys.executable, "-m", "longshore_cli.main"]
@@ -111,6 +112,46 @@ def test_an_interrupt_asks_no_further_agents_and_prints_no_traceback(capsys: pyt
         with pytest.raises(BlockingIOError):
             server.accept()
     assert (code, capsys.readouterr().err) == (130, "")
+
+
+@pytest.mark.parametrize("words", [["rooms", "--agent"], ["status", "--agent"], ["check", "--kubeconfig"]])
+@pytest.mark.parametrize("begins", [False, True], ids=["silent", "in-the-middle"])
+def test_an_interrupt_ends_a_command_at_once_although_a_server_hangs(
+    tmp_path: Path, words: list[str], *, begins: bool
+) -> None:
+    """A server that answers nothing but an API server's version, or only begins to answer."""
+    over, hangs = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path == "/version" or begins:
+                self.send_response(200)
+                self.send_header("Content-Length", "2" if self.path == "/version" else "3")
+                self.end_headers()
+                self.wfile.write(b"{}")
+            if self.path != "/version":
+                hangs.set()
+                over.wait()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            given = str(kubeconfig(tmp_path / "kubeconfig", url)) if words[0] == "check" else url
+            with subprocess.Popen([*COMMAND, *words, given], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+                assert hangs.wait(30)
+                command.send_signal(signal.SIGINT)
+                # Its requests would end later.
+                said = command.communicate(timeout=HTTP_TIMEOUT_S / 2)
+        finally:
+            over.set()
+            server.shutdown()
+    assert (command.returncode, *said) == (130, b"", b"")
 
 
 def test_a_server_that_is_no_api_server_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from agent_world import wait_for, wait_for_none
 from left_behind import marked
 
 from longshore_cli.main import main
+from longshore_cli.status_pages import HTTP_TIMEOUT_S
 from longshore_cli.up.fleet import Fleet, members_of, scaled
 from longshore_cli.verify import places
 from longshore_cli.verify.command import _move
-from longshore_cli.verify.places import LocalProgram, Place, VerifyError
+from longshore_cli.verify.places import LocalProgram, Place, Programs, VerifyError
 from longshore_wire import manifest
 from longshore_wire.agent_config import dump
 from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX
@@ -144,7 +146,8 @@ def test_an_agent_of_both_roles_is_tested_by_one_engine_which_empty_lines_keep_a
     command = [sys.executable, "-m", "longshore_client.verify", "--socket", agent.socket_path]
     command += ["--config", str(directory(fleet) / "config.json")]
     place = Place("node", prefill=True, decode=True, start=lambda: LocalProgram(command), pages=None)
-    with place.engine(64 << 10, 2, 60) as engine:
+    with Programs() as programs:
+        engine = place.engine(programs, 64 << 10, 2, 60)
         engine.stay()
         rooms = range(ROOM_FIRST, ROOM_FIRST + 3)
         moved = _move({"node": engine}, ("node", "node"), rooms, 64 << 10, concurrency=2)
@@ -168,6 +171,28 @@ def test_a_load_of_each_size_and_concurrency_is_measured(fleet: Fleet, capsys: p
         assert each["rooms"] >= 2 * each["concurrency"]
         assert 0 < each["p50_s"] <= each["p99_s"]
         assert each["bytes_per_second"] > 0
+
+
+def test_an_interrupt_ends_test_engines_that_hang_at_their_start(fleet: Fleet) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="t-") as name,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
+    ):
+        (Path(name) / "config.json").write_text(dump(fleet.config))
+        silent.bind(f"{name}/agent.sock")
+        silent.listen()
+        for member in ("prefill-0", "decode-0"):
+            (Path(name) / member).mkdir()
+            (Path(name) / member / "agent.json").write_bytes((directory(fleet) / member / "agent.json").read_bytes())
+            (Path(name) / member / "agent.sock").symlink_to(f"{name}/agent.sock")
+        with marked(["-m", "longshore_cli.main", "verify", "--directory", name, "--timeout", "600"]) as run:
+            # Each test engine connects once to look, and then once for each rank.
+            lines = [silent.accept()[0] for _ in range(2 + fleet.config.prefill.tensor_parallel + 1)]
+            run.process.send_signal(signal.SIGINT)
+            assert run.process.wait(HTTP_TIMEOUT_S) == 128 + signal.SIGINT
+            wait_for_none(run.processes)
+            for line in lines:
+                line.close()
 
 
 @pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -20,6 +19,7 @@ from longshore_cli.check.operators import Lease, Operator
 from longshore_cli.check.pages import PAGE_FIELDS, WORKER_FIELDS, Reached
 from longshore_cli.cluster import CONNECTIONS, AgentPod, Cluster, ClusterError, DeniedError, MissingError
 from longshore_cli.status_pages import AgentPageError, AgentPages
+from longshore_cli.threads import Threads
 from longshore_wire import names
 
 # Between two looks at a Lease that seems old.
@@ -51,7 +51,7 @@ def before_installation(
         there = tried(cluster.deployments)
         subjects = [] if isinstance(there, Exception) else [before.subject(body) for body in there]
     spaces = dict.fromkeys([one.namespace for one in subjects] or [cluster.namespace])
-    with ThreadPoolExecutor(CONNECTIONS) as threads:
+    with Threads(CONNECTIONS) as threads:
         rights = {
             right: threads.submit(tried, lambda right=right: _may(cluster, right))
             for right in before.wanted(mode, namespace)
@@ -65,6 +65,7 @@ def before_installation(
             space: threads.submit(_tried, cluster, space, [one for one in subjects if one.namespace == space])
             for space in spaces
         }
+        threads.finish()
     listed = classes.result()
     return Before(
         release=release,
@@ -93,11 +94,12 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
         ClusterError: the API server does not answer, or does not know the user.
     """
     version = _version(cluster)
-    with ThreadPoolExecutor(CONNECTIONS) as threads:
+    with Threads(CONNECTIONS) as threads:
         crd = threads.submit(_definition, cluster)
         found = threads.submit(_operators, cluster, namespace)
         bodies = threads.submit(tried, lambda: [cluster.deployment(name)] if name else cluster.deployments(where))
         agents_pods = threads.submit(tried, lambda: cluster.agents(name, where))
+        threads.finish()
     deployments, pods = bodies.result(), agents_pods.result()
     installed = found.result()
     serving = () if isinstance(installed, Exception) else installed

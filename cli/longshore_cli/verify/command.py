@@ -7,8 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,9 +16,10 @@ from typing import TypeVar, get_args
 from longshore_cli import agents, cluster
 from longshore_cli.arguments import ArgumentsError, duration, seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
+from longshore_cli.threads import Threads
 from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
-from longshore_cli.verify.places import Engine, Place, VerifyError, kept_alive, opened
+from longshore_cli.verify.places import TOGETHER_MAX, Engine, Place, Programs, VerifyError, kept_alive, opened
 from longshore_cli.verify.report import Load
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError, Reason
@@ -37,8 +37,6 @@ from longshore_wire.verify_messages import (
     room_tokens,
 )
 
-# Agents and pairs at the same time. Each has a connection to the API server.
-TOGETHER_MAX = 32
 # The first room of a pair also connects its workers; it is compared and not timed.
 _WARM_UP = 1
 # A batch of `bench cluster` becomes larger until it takes this long, so that the pauses between batches count little.
@@ -89,7 +87,7 @@ def verify(arguments: argparse.Namespace) -> int:
                     (pair, list(itertools.islice(rooms, arguments.repeats + _WARM_UP)), flips and pair == pairs[0])
                     for pair in now
                 ]
-                measured += _together(engines, lambda each: _tested(engines, problems, arguments.size, *each), work)
+                measured += _together(lambda each: _tested(engines, problems, arguments.size, *each), work)
             measured = _with_wires(measured, places, engines)
         judged = judge(_as_planned(each, planned_bytes) for each in measured)
         if arguments.output == "json":
@@ -173,30 +171,26 @@ def _engines(
     problems: dict[str, LongshoreError] = {}
     engines: dict[str, Engine] = {}
     wanted = {name for pair in pairs for name in pair}
-    with ExitStack() as stack:
+    with Programs() as programs:
 
         def start(place: Place) -> None:
             try:
-                engine = place.engine(room_bytes, room_count, arguments.timeout, arguments.memory)
-                engines[place.name] = stack.enter_context(engine)
+                engines[place.name] = place.engine(
+                    programs, room_bytes, room_count, arguments.timeout, arguments.memory
+                )
             except LongshoreError as error:
                 problems[place.name] = error
 
-        with ThreadPoolExecutor(TOGETHER_MAX) as threads:
-            list(threads.map(start, [place for place in places if place.name in wanted]))
+        _together(start, [place for place in places if place.name in wanted])
         with kept_alive(list(engines.values())):
             yield engines, problems
 
 
-def _together(engines: Mapping[str, Engine], run: Callable[[Work], Result], work: Sequence[Work]) -> list[Result]:
-    """Return the results of all pairs. An interrupt ends the test engines, for whose answers the threads wait."""
-    with ThreadPoolExecutor(TOGETHER_MAX) as threads:
-        try:
-            return list(threads.map(run, work))
-        except BaseException:
-            for engine in engines.values():
-                engine.close()
-            raise
+def _together(run: Callable[[Work], Result], work: Sequence[Work]) -> list[Result]:
+    """Return the results of all work."""
+    with Threads(TOGETHER_MAX) as threads:
+        found = [threads.submit(run, each) for each in work]
+        return [each.result() for each in found]
 
 
 def _move(
@@ -327,7 +321,7 @@ def _load(
                 count *= 2
         return found, rate_s
 
-    results = _together(engines, one, pairs)
+    results = _together(one, pairs)
     ended = [each for found, _ in results for each in found]
     right = [each.seconds for each in ended if not each.reason] or [0.0]
     return Load(

@@ -16,12 +16,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 
 from longshore_cli.cluster import AgentPod, Cluster
 from longshore_cli.status_pages import AgentPages
+from longshore_cli.threads import Threads
 from longshore_wire import agent_config, manifest
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
@@ -34,6 +36,10 @@ _MORE_S = 30.0
 # Below the idle limits of usual proxies, and of the test engine.
 _ALIVE_EVERY_S = 20.0
 _READ_BYTES = 1 << 16
+# For a test engine's end after that of its input. Then it is killed, which its agent takes for the same.
+_END_LIMIT_S = 5.0
+# Agents and pairs at the same time. Each has a connection to the API server.
+TOGETHER_MAX = 32
 _ANSWER: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 T = TypeVar("T", bound=Answer)
@@ -80,20 +86,45 @@ class Place:
         self.pages, self.problem = pages, problem
         self._start = start
 
-    @contextmanager
     def engine(
-        self, room_bytes: int, room_count: int, limit_s: float, memory: WantedMemory = "auto"
-    ) -> Iterator[Engine]:
-        """Run a test engine. Raises LongshoreError."""
+        self, programs: Programs, room_bytes: int, room_count: int, limit_s: float, memory: WantedMemory = "auto"
+    ) -> Engine:
+        """Start a test engine, which `programs` ends. Raises LongshoreError."""
         if self.problem:
             raise VerifyError(self.problem, reason=Reason.WORKER_LOST)
         program = self._start()
-        try:
-            run = uuid.uuid4().hex[:12]
-            start = Start(run, self.prefill, self.decode, room_bytes, room_count, limit_s, memory)
-            yield Engine(program, start)
-        finally:
-            program.close()
+        programs.add(program)
+        run = uuid.uuid4().hex[:12]
+        return Engine(program, Start(run, self.prefill, self.decode, room_bytes, room_count, limit_s, memory))
+
+
+class Programs:
+    """Running test engines. A context manager, whose end ends them, and at once each that starts later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._running: list[Program] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            self._is_over = True
+        with Threads(TOGETHER_MAX) as threads:
+            ended = [threads.submit(program.close) for program in self._running]
+            threads.finish()
+        for each in ended:
+            each.result()
+
+    def add(self, program: Program) -> None:
+        """Take a program that has just started. Any thread may call it."""
+        with self._lock:
+            if not self._is_over:
+                self._running.append(program)
+                return
+        program.close()
 
 
 class Engine:
@@ -133,10 +164,6 @@ class Engine:
             raise VerifyError(f"the test engine answered {found[:200]!r}: install the agents' release here") from error
         self._lost = ""
         return answer
-
-    def close(self) -> None:
-        """End the test engine."""
-        self._program.close()
 
     def stay(self) -> None:
         """Send the line that keeps the connection alive. Any thread may call it."""
@@ -270,7 +297,7 @@ class LocalProgram:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            process.wait(_MORE_S)
+            process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
