@@ -68,7 +68,7 @@ def run_decode(address: str) -> None:
     """Move one request after another, until something fails."""
     ranks = ranks_of(ls.Half.TARGET)
     print("decode is registered", flush=True)
-    with socket.create_connection((address, PORT), timeout=LIMIT_S) as connection, connection.makefile("rwb") as stream:
+    with connected(address) as connection, connection.makefile("rwb") as stream:
         while True:
             room = time.time_ns()
             endpoint = msgspec.json.decode(asked(stream, Order()), type=ls.Endpoint)
@@ -86,6 +86,18 @@ def run_decode(address: str) -> None:
                 f"{kinds}, {sum(end.bytes_moved for end in ends)} bytes, {'equal' if same else 'NOT EQUAL'}", flush=True
             )
             time.sleep(PAUSE_S)
+
+
+def connected(address: str) -> socket.socket:
+    """Return a connection to prefill. Its pod may start later than this one, and its name is unknown until then."""
+    end_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return socket.create_connection((address, PORT), timeout=LIMIT_S)
+        except OSError as error:
+            if time.monotonic() > end_s:
+                sys.exit(f"prefill at {address}:{PORT} was not reached within {LIMIT_S:g} s: {error}")
+        time.sleep(PAUSE_S)
 
 
 def asked(stream: BinaryIO, order: Order) -> bytes:
