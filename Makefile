@@ -1,5 +1,5 @@
 # Commands for development. `make demo` and `make test` first install their requirements into .venv, and write nothing else
-# except uv's package cache.
+# except uv's package cache and Python's bytecode.
 #
 #   make install                    everything, pinned by requirements.lock
 #   make install TORCH_INDEX=<url>  the same with torch from that package index, such as one of CPU builds
@@ -9,6 +9,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Tests start hundreds of processes. Without cached bytecode, which images of Python often switch off, each of them compiles all
+# modules again: an agent's start takes more than twice the processor time.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
 
 VENV := .venv
