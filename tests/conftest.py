@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -44,6 +45,13 @@ def read_allowed_skips(text: str) -> list[str]:
 
 
 ALLOWED_SKIPS = read_allowed_skips(ALLOWED_SKIPS_PATH.read_text(encoding="utf-8"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exclude all imported modules and collected tests from later garbage collections, which would visit them every time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _refuse_a_skip_that_is_not_allowed(report: pytest.TestReport | pytest.CollectReport) -> None:
