@@ -66,9 +66,7 @@ class Marked:
     def left(self) -> list[str]:
         """Return all leftovers."""
         files = [str(path) for path in self.directory.iterdir()]
-        # Tests of another run use shared memory, too.
-        shared = _shared() - self._shared_before - _mapped()
-        return [*self.processes(), *files, *sorted(path for path in shared if Path(path).exists())]
+        return [*self.processes(), *files, *sorted(_left_of(_shared() - self._shared_before))]
 
     def end(self) -> None:
         """End the remaining processes by PID."""
@@ -89,16 +87,30 @@ def marked(arguments: list[str]) -> Iterator[Marked]:
             run.end()
 
 
-def _mapped() -> set[str]:
-    """Return the shared memory that some process maps."""
-    found: set[str] = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            lines = (entry / "maps").read_text().splitlines()
-            found |= {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
-    return found
-
-
 def _shared() -> set[str]:
     names = ("longshore", "ucx", "torch", "gloo")
     return {str(path) for path in Path("/dev/shm").iterdir() if any(name in path.name for name in names)}
+
+
+def _left_of(shared: set[str]) -> set[str]:
+    """Return the files that still exist and that no process uses.
+
+    Agents of other tests may run beside these. UCX creates each file, opens it, and soon deletes its name. A process with the
+    mark is a leftover itself.
+    """
+    return {path for path in shared - _in_use() if Path(path).exists()} if shared else set()
+
+
+def _in_use() -> set[str]:
+    """Return the paths of all files that processes have open or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # First what is open, then what is mapped: a process maps a file before it closes it.
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(str(descriptor.readlink()))
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found |= {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line}
+    return found
