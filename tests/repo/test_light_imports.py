@@ -54,6 +54,10 @@ def test_importing_a_worker_loads_no_tensor_library() -> None:
     assert not loaded & {"torch", "triton", "opentelemetry"}
 
 
+def test_importing_a_worker_loads_no_event_loop() -> None:
+    assert run_python("import longshore_agent.worker.main, sys; print('asyncio' in sys.modules)") == "False\n"
+
+
 def test_importing_the_operator_loads_no_tensor_library_and_no_transport() -> None:
     loaded = foreign_packages_loaded_by("longshore_operator.main")
     assert {"kopf", "kubernetes", "longshore_operator"} <= loaded

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from longshore_agent.files import read_secret
 from longshore_wire.errors import ConfigError
@@ -124,6 +123,9 @@ class Gatekeeper:
     """The ZAP handler of one ZeroMQ context, with its own thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: KeyRing) -> None:
+        # It loads asyncio and ssl, a sixth of a worker's start, which workers without keys need not.
+        from zmq.auth.thread import ThreadAuthenticator
+
         self._accepted = keys.accepted
         self._lock = threading.Lock()
         self._refused_count = 0
