@@ -15,7 +15,7 @@ import pytest
 from longshore_cli.main import main
 from longshore_cli.up.fleet import Fleet, members_of, scaled
 from longshore_cli.verify.command import _move
-from longshore_cli.verify.places import LocalProgram, Place
+from longshore_cli.verify.places import LocalProgram, Place, Programs
 from longshore_wire import manifest
 from longshore_wire.verify_messages import ROOM_FIRST
 
@@ -84,7 +84,8 @@ def test_rooms_of_one_agents_engines_go_directly(fleet: Fleet) -> None:
     command = [sys.executable, "-m", "longshore_client.verify", "--socket", agent.socket_path]
     command += ["--config", str(agent.directory.parent / "config.json")]
     place = Place("node", prefill=True, decode=True, start=lambda: LocalProgram(command), pages=None)
-    with place.engine(SIZE_BYTES, 2, 60, "gpu") as engine:
+    with Programs() as programs:
+        engine = place.engine(programs, SIZE_BYTES, 2, 60, "gpu")
         assert engine.started.memory == "gpu"
         rooms = range(ROOM_FIRST, ROOM_FIRST + 4)
         moved = _move({"node": engine}, ("node", "node"), rooms, SIZE_BYTES, concurrency=2)
