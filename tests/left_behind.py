@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MARK = "TEST_RUN_MARK"
+SHARED = Path("/dev/shm")
 
 
 class Marked:
@@ -89,7 +90,7 @@ def marked(arguments: list[str]) -> Iterator[Marked]:
 
 def _shared() -> set[str]:
     names = ("longshore", "ucx", "torch", "gloo")
-    return {str(path) for path in Path("/dev/shm").iterdir() if any(name in path.name for name in names)}
+    return {str(path) for path in SHARED.iterdir() if any(name in path.name for name in names)}
 
 
 def _left_of(shared: set[str]) -> set[str]:
@@ -112,5 +113,5 @@ def _in_use() -> set[str]:
                     found.add(str(descriptor.readlink()))
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text(errors="replace").splitlines()
-            found |= {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line}
+            found |= {line.split(maxsplit=5)[-1] for line in lines if str(SHARED) in line}
     return found

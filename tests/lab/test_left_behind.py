@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import left_behind
 import pytest
 from left_behind import marked
 
@@ -15,11 +15,10 @@ SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    """Yield a path like those of UCX."""
-    path = Path("/dev/shm") / f"ucx_shm_test_{uuid.uuid4().hex}"
-    yield path
-    path.unlink(missing_ok=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a path like those of UCX, in a directory where tests that run beside this one do not look for leftovers."""
+    monkeypatch.setattr(left_behind, "SHARED", tmp_path)
+    return tmp_path / "ucx_shm_posix_6b068a98"
 
 
 def test_shared_memory_that_no_process_uses_any_more_is_left(path: Path) -> None:
