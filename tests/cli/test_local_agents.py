@@ -19,7 +19,7 @@ import pytest
 from agent_world import wait_for
 from left_behind import marked
 
-from longshore_cli.lifetime import PartEndedError, parts_watched
+from longshore_cli.lifetime import PartEndedError, interrupts_raised, parts_watched
 from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
 from longshore_cli.main import main
 from longshore_cli.metrics_page import MetricsPage
@@ -155,7 +155,7 @@ def test_an_agent_that_another_thread_is_reaping_is_named_with_how_it_ended(dire
     def lose(agent: LocalAgent) -> None:
         process = agent._process
         assert process is not None
-        with parts_watched() as watch:
+        with interrupts_raised(), parts_watched() as watch:
             agent.watched_by(watch)
             with watch._lock:
                 os.kill(agent.pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ def test_a_part_that_was_waited_for_first_is_named_with_how_it_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     def lose() -> None:
-        with parts_watched() as watch:
+        with interrupts_raised(), parts_watched() as watch:
             watch.add(child.pid, "the part", status=lambda: child.returncode)
             # The watching thread has no child to wait for.
             with watch._lock:

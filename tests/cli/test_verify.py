@@ -198,7 +198,7 @@ def test_an_interrupt_ends_test_engines_that_hang_at_their_start(fleet: Fleet) -
 @pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_killed_leaves_neither_processes_nor_instances(fleet: Fleet, ended: signal.Signals) -> None:
     # More rooms than it can move before it is killed.
-    more = ["--repeats", "2000", "--size", "4Mi"]
+    more = ["--repeats", "255", "--size", "4Mi"]
     with marked(["-m", "longshore_cli.main", *words(fleet, *more)]) as run:
 
         def busy() -> dict | None:

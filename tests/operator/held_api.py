@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from longshore_operator.settings import Settings
 
 HOST = "127.0.0.1"
 LIMIT_S = 120.0
+# Below Linux's ephemeral ports, and apart from those of other tests.
+_PORTS = range(10_000, 20_000)
 # Deployments, each of which first needs keys.
 DEPLOYMENT_COUNT = 6
 # The kinds that the operator watches, and those that kopf requires before it starts.
@@ -62,9 +65,11 @@ _DISCOVERY = _discovery()
 
 
 def free_port(host: str = HOST) -> int:
-    """Return a free port."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a free port that the kernel assigns to no other process: the operator listens there only later."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise AssertionError(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 
 
 class ApiServer:
