@@ -75,6 +75,17 @@ def text(name: str, value: object) -> str:
     return value
 
 
+def engine_instance(value: object) -> str:
+    """Return the name of an engine's instance. The names of test engines are refused: an operator does not count those."""
+    found = text("instance", value)
+    if found.startswith(names.TEST_INSTANCE_PREFIX):
+        raise ArgumentError(
+            f"instance is {_shown(found)}: {names.TEST_INSTANCE_PREFIX} is for test engines of `longshore verify`, which no "
+            f"status counts: give another name, or another {names.INSTANCE_PREFIX_VARIABLE}"
+        )
+    return found
+
+
 def path_text(name: str, value: object) -> str:
     """Return a path as text."""
     try:

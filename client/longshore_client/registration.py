@@ -14,7 +14,7 @@ from longshore_client.client import Client
 from longshore_client.connection import open_links
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.layout import KVLayout, TargetMemory
-from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
+from longshore_wire.names import INSTANCE_PREFIX_VARIABLE, TEST_INSTANCE_PREFIX
 
 
 def connect(
@@ -31,7 +31,8 @@ def connect(
 
     Args:
         path: the agent's engine socket. None: the path in LONGSHORE_ENGINE_SOCKET, or /run/longshore/agent.sock.
-        instance: the engine instance, the same for all its ranks.
+        instance: the engine instance, the same for all its ranks. No name that begins with "longshore.test-", which only
+            test engines of `longshore verify` have.
         layout: this rank's share of the cache.
         device: "cpu", or the UUID of the GPU that holds the pages (never an index).
         roles: SOURCE to offer (prefill), TARGET to claim (decode).
@@ -46,9 +47,25 @@ def connect(
         NotPermitted: this process may not use the socket; says which group it lacks. Raised at once.
         ConnectError: no agent answered in time.
     """
+    hello = _hello(arguments.engine_instance(instance), layout, device, roles)
+    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
+    hellos = {TargetMemory.DEVICE: hello}
+    if host_layout is not None:
+        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
+    return Client(hello, open_links(path, hellos, timeout_s))
+
+
+def connect_test(path: str, instance: str, layout: KVLayout, device: str, role: Half, timeout_s: float) -> Client:
+    """Register a rank of a test engine, as `connect` does."""
+    assert instance.startswith(TEST_INSTANCE_PREFIX), instance
+    hello = _hello(instance, layout, device, [role])
+    return Client(hello, open_links(path, {TargetMemory.DEVICE: hello}, timeout_s))
+
+
+def _hello(instance: str, layout: KVLayout, device: str, roles: Collection[Half]) -> Hello:
     hello = Hello(
         ENGINE_PROTOCOL_VERSION,
-        arguments.text("instance", instance),
+        instance,
         arguments.struct("layout", layout, KVLayout),
         arguments.text("device", device),
         arguments.roles_of(roles),
@@ -56,11 +73,7 @@ def connect(
         pid=os.getpid(),
     )
     hello.layout.check()
-    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
-    hellos = {TargetMemory.DEVICE: hello}
-    if host_layout is not None:
-        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
-    return Client(hello, open_links(path, hellos, timeout_s))
+    return hello
 
 
 def new_instance() -> str:

@@ -27,7 +27,7 @@ def registered(
     and is registered for that side.
 
     Raises:
-        HelloRefused, ConnectError, LayoutError: as `connect`; the first refusal if the agent refuses every role.
+        ArgumentError, HelloRefused, ConnectError, LayoutError: as `connect`; the first refusal if the agent refuses every role.
     """
     wishes = [tuple(roles)] + ([(role,) for role in roles] if len(roles) > 1 else [])
     refusal: HelloRefused | None = None

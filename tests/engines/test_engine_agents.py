@@ -6,7 +6,7 @@ import pytest
 from fake_agent import FakeAgent
 from scene import LAYOUT
 
-from longshore_client import Half, HelloRefused, PoolGeometry, Reason
+from longshore_client import ArgumentError, Half, HelloRefused, PoolGeometry, Reason
 from longshore_engines.agents import registered
 from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Refused, Welcome
@@ -41,3 +41,8 @@ def test_an_engine_that_fits_no_role_is_refused_with_the_agents_words(tmp_path, 
         pytest.raises(HelloRefused, match=r"decode\.tensorParallel"),
     ):
         registered(str(tmp_path / "s"), "engine", SHARED, BOTH, 20.0)
+
+
+def test_an_engine_with_the_name_of_a_test_engine_is_refused_before_it_asks_an_agent(tmp_path):
+    with pytest.raises(ArgumentError, match=r"instance is 'longshore.test-a': .* give another name"):
+        registered(str(tmp_path / "no-agent"), "longshore.test-a", SHARED, BOTH, 0.2)

@@ -37,7 +37,8 @@ ENGINE_SOCKET_VARIABLE = f"{ENGINE_PREFIX}SOCKET"
 # The variable with which the names of an engine's instances begin.
 INSTANCE_PREFIX_VARIABLE = f"{ENGINE_PREFIX}INSTANCE_PREFIX"
 # Instances of `longshore verify` and `longshore bench cluster` have names with this prefix. Agents give their workers less
-# staging memory, and the operator does not count them. Names of deployments, with which engines' names begin, have no dot.
+# staging memory, and the operator does not count them. No agent can tell a test engine from another, so the client refuses
+# these names for engines. Names of deployments, with which engines' names begin, have no dot.
 TEST_INSTANCE_PREFIX = "longshore.test-"
 # Limits of such a worker's staging: of each lane, and of the ring, which then holds two slabs of each of 8 writers.
 TEST_LANE_BYTES_MAX = 4 << 20

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, Busy, WaitTimeout
 from longshore_client.memory import pool_geometry
-from longshore_client.registration import connect
+from longshore_client.registration import connect_test
 from longshore_client.verify import pattern
 from longshore_client.verify.memory import Allocate, Memory
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
@@ -73,8 +73,7 @@ class Instance:
             geometry = pool_geometry(own, self._page_count * place_count)
             memory = allocate(number, geometry.region_bytes[0])
             stack.callback(memory.close)
-            device = memory.device_name
-            client = connect(socket, instance=instance, layout=own, device=device, roles=(half,), timeout_s=limit_s)
+            client = connect_test(socket, instance, own, memory.device_name, half, limit_s)
             stack.callback(client.close)
             client.register_pool(0, geometry, memory.regions)
             return _Rank(client, own, geometry.planes, memory, pattern.planes(own, self._page_count))
