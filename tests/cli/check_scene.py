@@ -12,12 +12,13 @@ import yaml
 
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.node_facts import NodeFacts
-from longshore_cli.check import before, operators
+from longshore_cli import operator_deployments
+from longshore_cli.check import before
 from longshore_cli.check.before import Before, Subject, Tried
 from longshore_cli.check.lines import Line
-from longshore_cli.check.operators import Operator
 from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, DeniedError
+from longshore_cli.operator_deployments import Operator
 from longshore_wire import manifest
 from longshore_wire.definition import ANNOTATION, digest
 from longshore_wire.manifest import Spec
@@ -84,7 +85,7 @@ def operator(**changes: Any) -> Operator:
         "spec": {"replicas": 1, "template": {"spec": {"containers": [container]}}},
         "status": {"availableReplicas": 1, "conditions": [{"type": "Available", "status": "True"}]},
     }
-    return operators.of(body)._replace(**changes)
+    return operator_deployments.of(body)._replace(**changes)
 
 
 def node(name: str, role: str, **allocatable: str) -> Body:

@@ -11,8 +11,8 @@ import pytest
 from check_scene import FACTS, NO_RIGHT, RELEASE, ROOT, SECTION, SPACE, Body, only, page, pod, reached, served, worker
 
 from longshore_agent.status import snapshot as structs
-from longshore_cli import faults
-from longshore_cli.check import after, conditions, operators, pages, pods
+from longshore_cli import faults, operator_deployments
+from longshore_cli.check import after, conditions, pages, pods
 from longshore_cli.check.after import After
 from longshore_cli.check.lines import Line, State, as_json, failed, table
 from longshore_cli.check.operators import Lease
@@ -54,8 +54,8 @@ def test_a_cluster_where_all_is_well_has_no_warning() -> None:
 
 
 def test_the_age_of_a_lease_is_since_its_renewal() -> None:
-    assert operators.age_s(LEASE, NOW) == 10.0
-    assert operators.age_s({"spec": {}}, NOW) == float("inf")
+    assert operator_deployments.age_s(LEASE, NOW) == 10.0
+    assert operator_deployments.age_s({"spec": {}}, NOW) == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from longshore_cli.check import before, conditions, definition, operators, pages, pods
 from longshore_cli.check.lines import Line, error, unread, warning
-from longshore_cli.check.operators import Lease, Operator
+from longshore_cli.check.operators import Lease
 from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, MissingError
+from longshore_cli.operator_deployments import Operator
 from longshore_wire import names
 
 Body = dict[str, Any]

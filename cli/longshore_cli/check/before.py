@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from longshore_cli.check import definition, nodes
 from longshore_cli.check.lines import Line, error, ok, skipped, unread, warning
-from longshore_cli.check.operators import Operator
+from longshore_cli.operator_deployments import Operator
 from longshore_wire import manifest
 from longshore_wire.errors import ConfigError
 from longshore_wire.manifest import Spec

@@ -15,10 +15,9 @@ from longshore_cli.check.before import Subject
 from longshore_cli.check.lines import Line, as_json, error, failed, table
 from longshore_cli.cluster import Cluster, ClusterError
 from longshore_cli.documents import Found, read
+from longshore_cli.operator_deployments import NAMESPACE
 from longshore_wire import manifest, names
 from longshore_wire.errors import ConfigError
-
-OPERATOR_NAMESPACE = "longshore-system"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --pre: the chart's value mode (cluster)",
     )
     parser.add_argument(
-        "--operator-namespace", metavar="NS", default=OPERATOR_NAMESPACE,
-        help=f"where the chart is, or is to be, installed ({OPERATOR_NAMESPACE})",
+        "--operator-namespace", metavar="NS", default=NAMESPACE,
+        help=f"where the chart is, or is to be, installed ({NAMESPACE})",
     )  # fmt: skip
     parser.add_argument("-A", "--all-namespaces", action="store_true", help="check the deployments of all namespaces")
     cluster.add_arguments(parser)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longshore_cli.check.lines import Line, error, ok, warning
-from longshore_cli.check.operators import Operator
+from longshore_cli.operator_deployments import Operator
 from longshore_wire import definition, names
 
 _SECTION = "definition"

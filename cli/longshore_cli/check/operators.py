@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from longshore_cli.check.lines import Line, error, ok, unread, warning
-from longshore_wire import definition, names
+from longshore_cli.operator_deployments import Operator
 
-SELECTOR = "app.kubernetes.io/part-of=longshore,app.kubernetes.io/component=operator"
 _SECTION = "operator"
 _INSTALL = "docs/how-to/kubernetes.md"
 _LEADING = "docs/runbooks.md#longshoreoperatornotleading"
 
 Body = dict[str, Any]
-
-
-class Operator(NamedTuple):
-    """The Deployment of one release's operator.
-
-    Attributes:
-        version: of its chart's app.
-        watched: the only namespace that it serves; empty: all.
-        lease: the name of its Lease, in its namespace.
-        definition: the digest of the CRD that it expects; empty: its chart does not tell.
-        runtime_class: of agents whose deployment names none.
-    """
-
-    namespace: str
-    name: str
-    version: str
-    watched: str
-    lease: str
-    definition: str
-    runtime_class: str
-    body: Body
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
-
-    def serves(self, namespace: str) -> bool:
-        """Whether it serves deployments of a namespace; of any for an empty one."""
-        return not namespace or self.watched in {"", namespace}
 
 
 class Lease(NamedTuple):
@@ -55,29 +25,6 @@ class Lease(NamedTuple):
 
     body: Body | None
     renewed: bool
-
-
-def of(body: Body) -> Operator:
-    """Return the operator of a Deployment."""
-    metadata = body["metadata"]
-    containers = body["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry.get("value", "") for one in containers for entry in one.get("env") or ()}
-    return Operator(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        version=(metadata.get("labels") or {}).get("app.kubernetes.io/version", ""),
-        watched=given.get(f"{names.ENVIRONMENT_PREFIX}WATCH_NAMESPACE", ""),
-        lease=given.get(f"{names.ENVIRONMENT_PREFIX}LEASE_NAME", metadata["name"]),
-        definition=(metadata.get("annotations") or {}).get(definition.ANNOTATION, ""),
-        runtime_class=given.get(f"{names.ENVIRONMENT_PREFIX}AGENT_RUNTIME_CLASS", ""),
-        body=body,
-    )
-
-
-def age_s(lease: Body, now: dt.datetime) -> float:
-    """Return the seconds since a Lease was renewed, by this machine's clock; infinite if it never was."""
-    renewed = lease["spec"].get("renewTime")
-    return float("inf") if not renewed else (now - dt.datetime.fromisoformat(renewed)).total_seconds()
 
 
 def lines(

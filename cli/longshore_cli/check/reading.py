@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from longshore_cli import agents
-from longshore_cli.check import before, definition, operators
+from longshore_cli import agents, operator_deployments
+from longshore_cli.check import before, definition
 from longshore_cli.check.after import After
 from longshore_cli.check.before import Before, Right, Subject, Tried
-from longshore_cli.check.operators import Lease, Operator
+from longshore_cli.check.operators import Lease
 from longshore_cli.check.pages import PAGE_FIELDS, WORKER_FIELDS, Reached
 from longshore_cli.cluster import CONNECTIONS, AgentPod, Cluster, ClusterError, DeniedError, MissingError
+from longshore_cli.operator_deployments import Operator
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_cli.threads import Threads
 from longshore_wire import names
@@ -27,7 +28,6 @@ _LEASE_LOOK_S = 0.5
 # Added to the duration of a Lease, within which its holder must renew it before our eyes.
 _LEASE_MORE_S = 2.0
 _LEASE_LIMIT_S = 30.0
-_APPS = "/apis/apps/v1"
 _CORE = "/api/v1"
 
 Body = dict[str, Any]
@@ -57,7 +57,7 @@ def before_installation(
             for right in before.wanted(mode, namespace)
         }
         crd = threads.submit(_definition, cluster)
-        found = threads.submit(_operators, cluster, namespace)
+        found = threads.submit(tried, lambda: operator_deployments.installed(cluster, namespace))
         nodes = threads.submit(tried, lambda: cluster.listed(f"{_CORE}/nodes"))
         classes = threads.submit(tried, lambda: cluster.listed("/apis/node.k8s.io/v1/runtimeclasses"))
         own = threads.submit(_namespace, cluster, namespace)
@@ -96,7 +96,7 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
     version = _version(cluster)
     with Threads(CONNECTIONS) as threads:
         crd = threads.submit(_definition, cluster)
-        found = threads.submit(_operators, cluster, namespace)
+        found = threads.submit(tried, lambda: operator_deployments.installed(cluster, namespace))
         bodies = threads.submit(tried, lambda: [cluster.deployment(name)] if name else cluster.deployments(where))
         agents_pods = threads.submit(tried, lambda: cluster.agents(name, where))
         threads.finish()
@@ -156,24 +156,13 @@ def _namespace(cluster: Cluster, name: str) -> Body | Exception | None:
     return None if isinstance(found, MissingError) else found
 
 
-def _operators(cluster: Cluster, namespace: str) -> list[Operator] | Exception:
-    """Return the operators of all namespaces; of one, if the user may list no others."""
-    query = {"labelSelector": operators.SELECTOR}
-    found = tried(lambda: cluster.listed(f"{_APPS}/deployments", query))
-    if isinstance(found, DeniedError):
-        within = tried(lambda: cluster.listed(f"{_APPS}/namespaces/{quote(namespace)}/deployments", query))
-        # If that namespace has none, one may be where the user may not look.
-        found = within or found
-    return found if isinstance(found, Exception) else [operators.of(body) for body in found]
-
-
 def _lease(cluster: Cluster, operator: Operator) -> Lease | Exception:
     """Return an operator's Lease. One that seems old is watched for its duration, as clocks of two machines may differ."""
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{operator.namespace}/leases/{quote(operator.lease)}"
+    path = operator.lease_path
     try:
         found = cluster.get(path)
         duration_s = float(found["spec"].get("leaseDurationSeconds") or 0)
-        age_s = operators.age_s(found, dt.datetime.now(dt.UTC))
+        age_s = operator_deployments.age_s(found, dt.datetime.now(dt.UTC))
         if -duration_s <= age_s <= duration_s or not found["spec"].get("holderIdentity"):
             return Lease(found, renewed=True)
         until_s = time.monotonic() + min(duration_s + _LEASE_MORE_S, _LEASE_LIMIT_S)

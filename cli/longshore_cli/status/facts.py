@@ -9,6 +9,7 @@ import msgspec
 
 from longshore_cli.faults import is_good
 from longshore_cli.status.report import Report, Room
+from longshore_cli.status.serving import Serving
 
 # Ready follows from these, which say why.
 _CAUSES = ("Compatible", "AgentsReady")
@@ -67,6 +68,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         engines_registered, engines_expected: instances; None: the deployment expects no number.
         gb_per_s: sent now by all agents, or received if that is more: some may be silent. None: not known yet.
         worst: the worst fact, empty if all is well.
+        operator: whether one serves it; None: without a cluster.
     """
 
     namespace: str
@@ -80,6 +82,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     rooms_open: int
     gb_per_s: float | None = None
     worst: str = ""
+    operator: Serving | None = None
     conditions: tuple[Condition, ...] = ()
     agents: tuple[Agent, ...] = ()
 
@@ -94,7 +97,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return self.ready == "True" and not any(agent.silent for agent in self.agents)
 
 
-def of_cluster(body: Mapping[str, Any], agents: Sequence[Agent]) -> Deployment:
+def of_cluster(body: Mapping[str, Any], agents: Sequence[Agent], operator: Serving | None = None) -> Deployment:
     """Return the facts of a DisaggDeployment and its agents."""
     metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
     conditions = tuple(msgspec.convert(status.get("conditions") or [], list[Condition]))
@@ -113,6 +116,7 @@ def of_cluster(body: Mapping[str, Any], agents: Sequence[Agent]) -> Deployment:
             engines_registered=sum(int((status.get(role) or {}).get("instances") or 0) for role in roles),
             engines_expected=sum(each or 0 for each in wanted) if any(wanted) else None,
             rooms_open=0,
+            operator=operator,
             conditions=conditions,
             agents=tuple(agents),
         )
@@ -171,6 +175,8 @@ def _finished(found: Deployment) -> Deployment:
 
 def _faults(found: Deployment) -> Iterator[str]:
     """Yield what is wrong with a deployment, the worst first."""
+    if found.operator is not None and found.operator.state == "off":
+        yield f"{found.operator.text}: conditions are old"
     untrue = [each for each in found.conditions if not each.good]
     causes = [each for each in untrue if each.type in _CAUSES] or [each for each in untrue if each.type == "Ready"]
     for each in causes:

@@ -16,6 +16,7 @@ from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status import facts
 from longshore_cli.status.facts import Agent, Deployment
 from longshore_cli.status.report import Report, report_of, with_rates
+from longshore_cli.status.serving import serving
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_wire.errors import LongshoreError
 
@@ -61,7 +62,11 @@ class Reader:
             made = _of_pod(pod, found[1] if found else AgentPageError(_absence(pod)))
             members.setdefault((pod.namespace, pod.deployment), []).append(made)
         named = [(body["metadata"]["namespace"], body["metadata"]["name"]) for body in bodies]
-        return [facts.of_cluster(body, members.get(key, ())) for body, key in zip(bodies, named, strict=True)]
+        operators = serving(cluster, {namespace for namespace, _ in named})
+        return [
+            facts.of_cluster(body, members.get(key, ()), operators[key[0]])
+            for body, key in zip(bodies, named, strict=True)
+        ]
 
     def _reports(self, pages: Sequence[AgentPages]) -> list[tuple[str, Report | LongshoreError]]:
         """Return name and report of each agent, or why there is none."""

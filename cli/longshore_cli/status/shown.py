@@ -68,6 +68,9 @@ def tree(found: Deployment, *, every: bool) -> Tree:
             f", {counts}, {rooms}",
         )
     )
+    if found.operator is not None and found.operator.state != "on":
+        state = found.operator.state
+        root.add(_line("operator: ", (state, _BAD if state == "off" else _FAINT), f": {found.operator.text}"))
     if found.conditions:
         branch = root.add("conditions")
         for condition in found.conditions:

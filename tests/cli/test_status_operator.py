@@ -1,0 +1,104 @@
+"""Tests that `longshore status` tells an operator that does not serve, with the answers of an API server."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import check_scene as scene
+import pytest
+
+from longshore_cli.main import main
+
+NAME = "longshore-system/longshore-operator"
+DEPLOYMENTS = "/apis/apps/v1/deployments"
+OWN_DEPLOYMENTS = "/apis/apps/v1/namespaces/longshore-system/deployments"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/longshore-system/leases/longshore-operator"
+
+
+def lease(age_s: float, holder: str = "pod-1") -> dict[str, Any]:
+    renewed = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=age_s)).isoformat().replace("+00:00", "Z")
+    return {"spec": {"holderIdentity": holder, "leaseDurationSeconds": 15, "renewTime": renewed}}
+
+
+def operator(ready: int = 1) -> dict[str, Any]:
+    body = scene.operator().body
+    return {"items": [{**body, "status": {"readyReplicas": ready}}]}
+
+
+@contextmanager
+def api_server(objects: dict[str, Any], path: Path) -> Iterator[str]:
+    """Answer by path; refuse other paths as the API server does for missing rights. Yield a kubeconfig."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = objects.get(self.path.partition("?")[0])
+            # The age of a Lease is that of the request.
+            found = found() if callable(found) else found
+            refused = {"kind": "Status", "message": "no right to get this"}
+            data = json.dumps(refused if found is None else found).encode()
+            self.send_response(403 if found is None else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        body = {
+            "current-context": "one",
+            "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one", "namespace": scene.SPACE}}],
+            "clusters": [{"name": "one", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+            "users": [{"name": "one", "user": {}}],
+        }
+        path.write_text(json.dumps(body))
+        try:
+            yield str(path)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("objects", "state", "about"),
+    [
+        ({DEPLOYMENTS: operator(), LEASE: partial(lease, 3)}, "on", ""),
+        # Clocks of two machines differ.
+        ({DEPLOYMENTS: operator(), LEASE: partial(lease, -20)}, "on", ""),
+        ({DEPLOYMENTS: operator(), LEASE: partial(lease, 30)}, "on", ""),
+        ({DEPLOYMENTS: operator(), LEASE: partial(lease, 90)}, "off", f"of operator {NAME} was renewed 90"),
+        ({DEPLOYMENTS: operator(), LEASE: partial(lease, 3, "")}, "off", f"nobody holds Lease {NAME}"),
+        ({DEPLOYMENTS: operator(0), LEASE: partial(lease, 3)}, "off", f"operator {NAME} has no ready pod"),
+        ({OWN_DEPLOYMENTS: operator(0)}, "off", f"operator {NAME} has no ready pod"),
+        ({DEPLOYMENTS: {"items": []}}, "off", "no operator serves namespace team"),
+        ({DEPLOYMENTS: operator()}, "unknown", "no right to get this"),
+        ({OWN_DEPLOYMENTS: {"items": []}}, "unknown", "no right to get this"),
+        ({}, "unknown", "no right to get this"),
+    ],
+)
+def test_status_tells_whether_an_operator_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], objects: dict[str, Any], state: str, about: str
+) -> None:
+    own = f"/apis/longshore.dev/v1alpha1/namespaces/{scene.SPACE}/disaggdeployments/{scene.NAME}"
+    pods = f"/api/v1/namespaces/{scene.SPACE}/pods"
+    there = {own: scene.served(), pods: {"items": []}, **objects}
+    with api_server(there, tmp_path / "kubeconfig") as path:
+        words = ["status", scene.NAME, "--kubeconfig", path, "--interval", "0.1"]
+        # Only Ready and silent agents decide.
+        assert main([*words, "-o", "json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["deployments"]
+        assert main(words) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if "operator: " in line]
+    assert found["operator"]["state"] == state
+    assert about in found["operator"]["text"]
+    assert found["worst"] == (f"{found['operator']['text']}: conditions are old" if state == "off" else "")
+    assert [line.split()[1:3] for line in lines] == ([] if state == "on" else [["operator:", f"{state}:"]])
