@@ -16,7 +16,7 @@ from longshore_operator.api import Api
 from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
-from longshore_operator.observe import Observed, Refusal, Warned
+from longshore_operator.observe import Observed, Refusal, Warned, newest_warnings
 from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
@@ -27,8 +27,6 @@ Body = dict[str, Any]
 _log = logging.getLogger(__name__)
 # The API server limits an event's message to 1,024 characters.
 _EVENT_CHARACTERS_MAX = 1000
-# Warnings about probes. An agent that starts fails some, and its status has better words.
-_PROBES = frozenset({"Unhealthy", "ProbeWarning"})
 # No object has this version. An apply that asks for it creates the object, and conflicts if there is one.
 _NO_VERSION = "1"
 
@@ -114,18 +112,11 @@ class Applier:
         ours |= {
             body["metadata"]["uid"] for child, body in observed.children.items() if child.kind == kinds.DAEMON_SET.name
         }
-        found: dict[str, Warned] = {}
         try:
-            events = await self._api.warnings(observed.key.namespace)
+            return newest_warnings(await self._api.warnings(observed.key.namespace), ours)
         except RefusedError as error:
             _log.warning("%s/%s: events are not read: %s", *observed.key, error, extra=observed.key.about())
-            return found
-        for event in events:
-            uid, reason_ = str(event["involvedObject"].get("uid")), str(event.get("reason") or "")
-            last = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
-            if uid in ours and reason_ not in _PROBES and (uid not in found or found[uid].last <= last):
-                found[uid] = Warned(": ".join(filter(None, (reason_, event.get("message") or ""))), last)
-        return found
+            return {}
 
     async def look_for_monitor(self, observed: Observed) -> None:
         """Read the PodMonitor. It is not watched, as some clusters lack its kind."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator.reports import AgentReport
 from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
+from longshore_wire.names import HARMLESS_WARNINGS
 
 Body = dict[str, Any]
+# Warnings that are no cause. An agent that starts fails some probes, and its status has better words.
+_NO_CAUSES = HARMLESS_WARNINGS | {"Unhealthy", "ProbeWarning"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ class Warned:
 
     text: str
     last: str
+
+
+def newest_warnings(events: Iterable[Body], uids: Collection[str]) -> dict[str, Warned]:
+    """Return the newest warning about each of these objects that may be the cause of a failure, by uid."""
+    found: dict[str, Warned] = {}
+    for event in events:
+        uid, reason = str(event["involvedObject"].get("uid")), str(event.get("reason") or "")
+        last = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
+        if uid in uids and reason not in _NO_CAUSES and (uid not in found or found[uid].last <= last):
+            found[uid] = Warned(": ".join(filter(None, (reason, event.get("message") or ""))), last)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

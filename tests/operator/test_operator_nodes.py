@@ -8,7 +8,7 @@ import pytest
 from operator_scene import KEY, Scene, settled
 
 from longshore_operator.decide.placement import place
-from longshore_operator.observe import Warned
+from longshore_operator.observe import Warned, newest_warnings
 from longshore_operator.reports import AgentReport
 from longshore_operator.world import ChildKey, Node
 from longshore_wire.taints import Taint
@@ -175,3 +175,18 @@ def test_what_has_not_started_in_time_is_told_without_any_words() -> None:
     for entry in scene.body["status"]["conditions"]:
         entry["lastTransitionTime"] = "2025-12-31T23:49:00Z"
     assert "no pod on a (not created within 600 s)" in scene.message("AgentsReady")
+
+
+def event(uid: str, reason: str, last: str) -> dict[str, object]:
+    return {"involvedObject": {"uid": uid}, "reason": reason, "message": "why", "lastTimestamp": last}
+
+
+def test_a_harmless_warning_hides_no_cause_and_is_none() -> None:
+    early, late = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+    harmless = ("MissingClusterDNS", "DNSConfigForming", "Unhealthy", "ProbeWarning")
+    events = [event("a", "FailedMount", early), *(event(uid, reason, late) for reason in harmless for uid in "ab")]
+    events += [event("c", "Failed", early), event("c", "BackOff", late), event("d", "FailedMount", late)]
+    assert newest_warnings(events, {"a", "b", "c"}) == {
+        "a": Warned("FailedMount: why", early),
+        "c": Warned("BackOff: why", late),
+    }

@@ -43,6 +43,8 @@ TEST_INSTANCE_PREFIX = "longshore.test-"
 # Limits of such a worker's staging: of each lane, and of the ring, which then holds two slabs of each of 8 writers.
 TEST_LANE_BYTES_MAX = 4 << 20
 TEST_RING_BYTES_MAX = 64 << 20
+# Warning events of a kubelet about the DNS settings of a pod, which starts and becomes ready nevertheless.
+HARMLESS_WARNINGS = frozenset({"MissingClusterDNS", "DNSConfigForming"})
 # The variable in which the CUDA driver finds the daemon of the Multi-Process Service (MPS).
 MPS_PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 # User and group of the agent's image. The engine socket is for this group.

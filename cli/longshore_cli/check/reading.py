@@ -247,14 +247,15 @@ def _troubled(deployments: Sequence[Body] | Exception, pods: Iterable[AgentPod])
 
 
 def _warnings(cluster: Cluster, namespace: str) -> dict[str, str]:
-    """Return the newest warning about each object; empty if they may not be read, since they only explain."""
+    """Return the newest warning about each object that may be a cause; empty if they may not be read, since they only explain."""
     found = tried(
         lambda: cluster.listed(f"{_CORE}/namespaces/{quote(namespace)}/events", {"fieldSelector": "type=Warning"})
     )
     if isinstance(found, Exception):
         return {}
     newest: dict[str, str] = {}
-    for event in sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")):
+    causes = [event for event in found if event.get("reason") not in names.HARMLESS_WARNINGS]
+    for event in sorted(causes, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")):
         about = event.get("involvedObject", {})
         key = about.get("uid", "") if about.get("kind") == "Pod" else about.get("name", "")
         newest[key] = f"{event.get('reason', '')}: {event.get('message', '')}"
