@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import typing
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -82,6 +86,60 @@ FROZEN_ENGINE_NUMBERS = {
     "EndpointUpdate": 75,
     "EngineSteps": 76,
 }
+
+
+# Digests of all fields of a protocol's messages, by its version. After a release, record a new one only for fields that
+# were added at the end with a default; any other change raises the version and adds a line. Before, any may change.
+RECORDED_FIELDS = {("peer", 1): "2eca2d1d8b891a6b", ("engine", 1): "14602747a38a654c"}
+PROTOCOLS = {
+    "peer": (peer_messages.PROTOCOL_VERSION, peer_messages.PeerMessage),
+    "engine": (engine_messages.ENGINE_PROTOCOL_VERSION, engine_messages.ToAgent | engine_messages.ToEngine),
+}
+
+
+def _fields_digest(union: object) -> str:
+    """Return a digest of names, types and defaults of all fields of the messages, and of what they consist of."""
+    schema = json.dumps(msgspec.json.schema(union), sort_keys=True)
+    plain = json.loads(schema, object_hook=lambda found: {k: v for k, v in found.items() if k != "description"})
+    named = {kind.__name__: kind.__struct_fields__ for kind in _structs(union)}
+    return hashlib.sha256(json.dumps([plain, named], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _structs(kind: object) -> Iterator[type[msgspec.Struct]]:
+    parts = typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        parts = tuple(typing.get_type_hints(kind).values())
+    for part in parts:
+        yield from _structs(part)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_fields_of_messages_are_those_that_are_recorded_for_their_version(protocol: str) -> None:
+    version, union = PROTOCOLS[protocol]
+    assert _fields_digest(union) == RECORDED_FIELDS.get((protocol, version)), "see RECORDED_FIELDS"
+
+
+@pytest.mark.parametrize("change", ["left out", "swapped", "renamed", "another type", "in another struct"])
+def test_a_change_of_a_field_is_one_of_the_digest(change: str) -> None:
+    fields = [(each.name, each.type, each.default) for each in msgspec.structs.fields(Receive)]
+    fields = [field[:2] if field[2] is msgspec.NODEFAULT else field for field in fields]
+    assert _fields_digest(_receive(fields)) == (before := _fields_digest(_receive(list(fields))))
+    if change == "left out":
+        del fields[6]
+    elif change == "swapped":
+        fields[4], fields[5] = fields[5], fields[4]
+    elif change == "renamed":
+        fields[4] = ("begin_token", int)
+    elif change == "another type":
+        fields[8] = ("pages", str)
+    else:
+        fields[3] = ("endpoint", msgspec.defstruct("Endpoint", [("instance", str)], array_like=True))
+    assert _fields_digest(_receive(fields)) != before
+
+
+def _receive(fields: list[Any]) -> type[msgspec.Struct]:
+    return msgspec.defstruct("Receive", fields, array_like=True, tag=71)
 
 
 def _numbers(union: object) -> dict[str, int]:

@@ -16,6 +16,7 @@ from longshore_wire.codec import Codec
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 
+# While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 ENGINE_PROTOCOL_VERSION = 1
 # Pages in one message: 8192 * 4 bytes stays well below the 64 KiB of a datagram.
 PAGES_PER_MESSAGE_MAX = 8192

@@ -18,6 +18,7 @@ from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.plan import Way
 from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
 
+# While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 PROTOCOL_VERSION = 1
 # Length of a reason's text. It is passed to engines and siblings and kept with ended rooms, whose sizes are limited.
 TEXT_CHARACTERS_MAX = 2000
