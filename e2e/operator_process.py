@@ -19,6 +19,7 @@ from controlplane.waiting import until
 from longshore_operator.settings import ALLOWABLE
 
 READY_LIMIT_S = 150.0
+_ANSWER_LIMIT_S = 60.0
 
 
 class OperatorProcess:
@@ -77,7 +78,7 @@ class OperatorProcess:
 
     def _get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=_ANSWER_LIMIT_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -35,6 +35,7 @@ from longshore_wire.agent_config import (
 
 # A loopback address other than an agent's default.
 HOST = "127.0.0.2"
+ANSWER_LIMIT_S = 60.0
 TOKEN = "s3cret"
 
 
@@ -51,7 +52,9 @@ class Place:
 
     def page(self, agent: Agent, path: str, **headers: str) -> httpx.Response:
         verify = self.trust if agent is self.given else True
-        with httpx.Client(base_url=agent.http, verify=verify, trust_env=False, headers=headers) as client:
+        with httpx.Client(
+            base_url=agent.http, verify=verify, trust_env=False, headers=headers, timeout=ANSWER_LIMIT_S
+        ) as client:
             return client.get(path)
 
     def told(self, agent: Agent, path: str) -> dict:

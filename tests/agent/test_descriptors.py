@@ -288,7 +288,7 @@ def test_a_connection_that_asks_nothing_is_ended_after_its_time(served, monkeypa
 
 
 def test_a_connection_that_is_answered_is_kept_for_more_questions(served):
-    with httpx.Client(base_url=f"http://127.0.0.1:{served.port}", trust_env=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{served.port}", trust_env=False, timeout=ANSWER_LIMIT_S) as client:
         answers = [client.get("/healthz") for _ in range(3)]
         ports = {answer.extensions["network_stream"].get_extra_info("client_addr") for answer in answers}
     assert [answer.status_code for answer in answers] == [200, 200, 200]
@@ -338,7 +338,9 @@ def test_connections_that_begin_no_tls_do_not_keep_probes_out(tmp_path):
     server = serve(create_app(Source(), RULES), "127.0.0.1", 0, certificate_file=str(certificate), key_file=str(key))
     before = descriptor_count()
     with idle_connections(server.port, IDLE_COUNT):
-        answer = httpx.get(f"https://127.0.0.1:{server.port}/healthz", verify=trust, trust_env=False)
+        answer = httpx.get(
+            f"https://127.0.0.1:{server.port}/healthz", verify=trust, trust_env=False, timeout=ANSWER_LIMIT_S
+        )
         held_count = descriptor_count() - before - IDLE_COUNT
     server.stop()
     assert answer.status_code == 200

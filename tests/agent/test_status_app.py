@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import trustme
+from agent_pages import ANSWER_LIMIT_S
 from agent_world import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from status_scene import BIG_ROOM, MODEL, RULES, Source, agent, layout, room, worker
@@ -38,7 +39,7 @@ def served() -> Iterator[tuple[Source, httpx.Client]]:
     """One server for all tests of pages; each test sets the state that it shows."""
     source = Source()
     server = serve(create_app(source, RULES), "127.0.0.1", 0)
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=ANSWER_LIMIT_S) as client:
         yield source, client
     server.stop()
 
@@ -352,7 +353,9 @@ def test_the_openapi_page_describes_every_path_and_every_body(client: httpx.Clie
 def test_a_token_is_asked_for_everywhere_but_on_the_probes_and_the_page_without_data(source: Source) -> None:
     server = serve(create_app(source, RULES), "127.0.0.1", 0, token="s3cret-ü")
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=ANSWER_LIMIT_S
+        ) as client:
             for path in ("/metrics", "/v1/status", "/openapi.json", "/v1/rooms", "/nowhere"):
                 answer = client.get(path)
                 assert (answer.status_code, answer.json()["reason"]) == (401, "Unauthorized")
@@ -377,7 +380,9 @@ def test_https_serves_the_certificate_that_it_was_given(source: Source, tmp_path
     try:
         trust = ssl.create_default_context()
         authority.configure_trust(trust)
-        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{server.port}", verify=trust, trust_env=False, timeout=ANSWER_LIMIT_S
+        ) as client:
             assert client.get("/readyz").status_code == 200
     finally:
         server.stop()
@@ -399,7 +404,7 @@ def test_a_stopped_server_leaves_no_thread_and_no_port_behind(source: Source) ->
     before = set(threading.enumerate())
     server: StatusServer = serve(create_app(source), "127.0.0.1", 0)
     port = server.port
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=ANSWER_LIMIT_S) as client:
         assert client.get("/healthz").status_code == 200
         server.stop()
     server.stop()
