@@ -38,6 +38,8 @@ _STDERR, _ERROR = 2, 3
 # Of a program's error output, or of an answer that is no object, in an error.
 _SHOWN_CHARACTERS_MAX = 400
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
+# Too many requests, or a part of the API server or a proxy before it is away.
+_UNAVAILABLE = frozenset({429, 502, 503, 504})
 
 
 class ClusterError(LongshoreError):
@@ -54,6 +56,10 @@ class DeniedError(ClusterError):
     """The user may not do this."""
 
     reason = Reason.AUTHENTICATION
+
+
+class UnavailableError(ClusterError):
+    """The API server cannot be reached, or cannot answer now. It has refused nothing."""
 
 
 class AgentPod(NamedTuple):
@@ -273,7 +279,8 @@ class Cluster:
             raise DeniedError(f"{said}: ask for this right" if verb == "GET" else said)
         if status == _NOT_FOUND:
             raise MissingError(f"{what}: {said}")
-        raise ClusterError(f"{what}: the API server answered {status}: {said}")
+        made = UnavailableError if status in _UNAVAILABLE else ClusterError
+        raise made(f"{what}: the API server answered {status}: {said}")
 
     def _send(self, verb: str, path: str, body: Body | None, asked: str = "") -> tuple[int, bytes]:
         headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": names.PRODUCT}
@@ -296,9 +303,9 @@ class Cluster:
         try:
             yield
         except urllib3.exceptions.ReadTimeoutError as error:
-            raise ClusterError(f"{asked} does not answer within {HTTP_TIMEOUT_S:g} s") from error
+            raise UnavailableError(f"{asked} does not answer within {HTTP_TIMEOUT_S:g} s") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ClusterError(f"the API server {self.host} cannot be reached: {error}") from error
+            raise UnavailableError(f"the API server {self.host} cannot be reached: {error}") from error
 
 
 class PodProgram:

@@ -17,6 +17,7 @@ import check_scene as scene
 import pytest
 
 from longshore_cli import cluster
+from longshore_cli.check import reading
 from longshore_cli.cluster import Cluster, ClusterError, MissingError
 
 
@@ -91,3 +92,63 @@ def test_a_program_that_does_not_start_is_given_up_and_its_late_connection_close
             line.sendall(head + protocol + b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
             # The first byte of a frame that closes.
             assert line.recv(1) == b"\x88"
+
+
+class _FailsAt(BaseHTTPRequestHandler):
+    """Answers as an API server does that becomes unavailable: `refused` says at which path, and how."""
+
+    refused: tuple[str, int, str]
+
+    def do_GET(self) -> None:
+        self._answer(200, {"metadata": {"name": "team"}})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        path, status, said = self.refused
+        if path in self.path:
+            self._answer(status, {"kind": "Status", "message": said})
+        else:
+            self._answer(201, {"status": {"allowed": True}})
+
+    def _answer(self, status: int, found: dict[str, object]) -> None:
+        body = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("refused", "refusal", "why"),
+    [
+        (("/pods", 403, 'violates PodSecurity "baseline"'), 'violates PodSecurity "baseline"', ""),
+        (("/pods", 500, "failed calling webhook"), "failed calling webhook", ""),
+        (("/pods", 503, "etcd is away"), None, "answered 503: etcd is away"),
+        (("/selfsubjectaccessreviews", 429, "try again"), None, "answered 429: try again"),
+    ],
+)
+def test_a_dry_run_that_the_api_server_cannot_judge_is_no_refusal(
+    tmp_path: Path, refused: tuple[str, int, str], refusal: str | None, why: str
+) -> None:
+    handler = type("Handler", (_FailsAt,), {"refused": refused})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with _connected(tmp_path, server.server_port) as found:
+                tried = reading._tried(found, "team", [])
+        finally:
+            server.shutdown()
+    assert (refusal is None) == (tried.refusal is None)
+    assert (refusal or "") in (tried.refusal or "")
+    assert why in tried.why and "you may not" not in tried.why
+
+
+def test_a_server_that_cannot_be_reached_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing listens at this port.
+    with _connected(tmp_path, 9) as found:
+        monkeypatch.setattr(reading, "_namespace", lambda *_: {})
+        tried = reading._tried(found, "team", [])
+    assert tried.refusal is None
+    assert "cannot be reached" in tried.why

@@ -17,7 +17,15 @@ from longshore_cli.check.after import After
 from longshore_cli.check.before import Before, Right, Subject, Tried
 from longshore_cli.check.operators import Lease
 from longshore_cli.check.pages import PAGE_FIELDS, WORKER_FIELDS, Reached
-from longshore_cli.cluster import CONNECTIONS, AgentPod, Cluster, ClusterError, DeniedError, MissingError
+from longshore_cli.cluster import (
+    CONNECTIONS,
+    AgentPod,
+    Cluster,
+    ClusterError,
+    DeniedError,
+    MissingError,
+    UnavailableError,
+)
 from longshore_cli.operator_deployments import Operator
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_cli.threads import Threads
@@ -183,7 +191,10 @@ def _tried(cluster: Cluster, namespace: str, subjects: Sequence[Subject]) -> Tri
     body = _namespace(cluster, namespace)
     if body is None:
         return Tried(None, None)
-    if not _may_create_pods(cluster, namespace):
+    may = tried(lambda: _may(cluster, Right("create", "", "pods", namespace)))
+    if isinstance(may, ClusterError):
+        return Tried(body, None, str(may))
+    if not may:
         return Tried(body, None, f"you may not create pods in {namespace}, so that a dry run is not possible")
     specs = [one.spec for one in subjects if one.spec is not None]
     host = {
@@ -192,15 +203,11 @@ def _tried(cluster: Cluster, namespace: str, subjects: Sequence[Subject]) -> Tri
     }
     try:
         cluster.create(f"{_CORE}/namespaces/{quote(namespace)}/pods?dryRun=All", _pod(host))
-    except MissingError as error:
+    except (MissingError, UnavailableError) as error:
         return Tried(body, None, str(error))
     except ClusterError as error:
         return Tried(body, str(error))
     return Tried(body, "")
-
-
-def _may_create_pods(cluster: Cluster, namespace: str) -> bool:
-    return tried(lambda: _may(cluster, Right("create", "", "pods", namespace))) is True
 
 
 def _pod(host: Body) -> Body:
