@@ -60,3 +60,26 @@ def test_an_agent_keeps_no_port_of_a_test_instance_that_has_left(tmp_path: Path)
 def kept(agent: Agent) -> set[str]:
     """Return the instances whose ports the agent keeps for its next life."""
     return {port[0] for port in json.loads((agent.directory / FILE_NAME).read_bytes())["ports"]}
+
+
+def test_rooms_of_test_instances_do_not_count_as_traffic_also_if_they_fail(tmp_path: Path) -> None:
+    layout = KVLayout(ModelShape(1, 1, 8, 2), Parallel(), 8)
+    world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
+    instances: list[Instance] = []
+    try:
+        agent = world.agent("tested")
+        for half in (Half.SOURCE, Half.TARGET):
+            name = f"{TEST_INSTANCE_PREFIX}{half.name}"
+            instances.append(Instance(agent.socket, name, layout, half, 2 * layout.page_size, 1, EVENT_LIMIT_S))
+        source, target = instances
+        end_s = time.monotonic() + EVENT_LIMIT_S
+        for room, tokens in ((1, layout.page_size), (2, 2 * layout.page_size)):
+            source.offer([room], layout.page_size, end_s)
+            (found,), _ = target.claim(source.endpoint(EVENT_LIMIT_S), [room], tokens, 1, end_s, compare_each=True)
+            assert found.reason == ("" if room == 1 else "TOTAL_MISMATCH")
+        assert agent.metric("longshore_slabs_total") > 0
+        assert agent.metric("longshore_rooms_total") == 0
+    finally:
+        for rank in (rank for each in instances for rank in each._ranks):
+            rank.client.close()
+        world.close()

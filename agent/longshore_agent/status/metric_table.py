@@ -144,7 +144,7 @@ TABLE: tuple[Metric, ...] = (
     _counter(
         "claims", "pairs", ("way", "why"), "Pairs of ranks that a decode rank claimed, by their way and its reason."
     ),
-    _counter("rooms", "rooms", ("half", "outcome", "reason"), "Ended rooms."),
+    _counter("rooms", "rooms", ("half", "outcome", "reason"), "Ended rooms, without those of `longshore verify`."),
     _counter("stale_messages", "messages", ("message",), "Messages of another life, another grant or no room."),
     _counter("refused_messages", "messages", ("reason",), "Messages of peers and engines that were refused."),
     _counter("retries", "messages", ("message",), "Messages that were repeated."),

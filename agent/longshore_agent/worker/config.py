@@ -15,6 +15,7 @@ from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, TargetMemory
+from longshore_wire.names import TEST_INSTANCE_PREFIX
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import gpu_slab_bytes_max
@@ -53,6 +54,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     def peer(self) -> PeerId:
         """The name of this worker for peers."""
         return PeerId.of(self)
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it serves a test engine, whose rooms are no traffic: alerts and ratios do not count them."""
+        return self.instance.startswith(TEST_INSTANCE_PREFIX)
 
     def about(self, reason: Reason = Reason.NONE) -> dict[str, str]:
         """Return the fields of a log line on this worker, see `log_lines`."""

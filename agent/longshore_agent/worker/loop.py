@@ -270,14 +270,14 @@ class Worker:
 
     def _room_ended(self, effect: RoomEnded, now_ns: int) -> None:
         effect = self.requests.explained(effect)
-        half, reason = effect.half.name.lower(), effect.reason.name.lower()
-        self.metrics.add("longshore_rooms_total", half=half, outcome=effect.outcome, reason=reason)
+        half, reason = effect.half.name.lower(), effect.reason.name
+        if not self.config.is_test:
+            self.metrics.add("longshore_rooms_total", half=half, outcome=effect.outcome, reason=reason.lower())
         if (effect.half, effect.key) in self.requests.tables:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
-            about, key = effect.about(), effect.key
-            _log.warning("room %d failed: %s: %s", key.room, effect.reason.name, effect.text, extra=about)
+            _log.warning("room %d failed: %s: %s", effect.key.room, reason, effect.text, extra=effect.about())
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
         if self._reporter is not None:
