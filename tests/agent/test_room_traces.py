@@ -180,7 +180,10 @@ def test_a_room_of_two_agents_becomes_one_trace_with_the_steps_of_their_own_time
         wait_for(same, what=f"the steps of {worker}")
         page = agent.room_page(each.room)
         assert page is not None
-        told = next(entry["room"] for entry in page["halves"] if entry["worker"] == worker)
+        entry = next(entry for entry in page["halves"] if entry["worker"] == worker)
+        told = entry["room"]
+        assert entry["trace_id"] == half.span.trace_id.hex()
+        assert entry["trace_id"] in [one["trace_id"] for one in agent.get("/v1/rooms")["rooms"]]
         assert half.span.name == f"room {'prefill' if worker.startswith('traced-2') else 'decode'}"
         assert half.span.status.code in OK_OR_UNSET
         assert half.about["longshore.outcome"] == told["state"] == "done"

@@ -6,7 +6,6 @@ standard variables: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_HEADERS, OTE
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from longshore_agent.status.metric_table import OUTCOMES
-from longshore_agent.status.room_report import RoomReport, StepReport
+from longshore_agent.status.room_report import RoomReport, StepReport, hashed, trace_id
 from longshore_wire.errors import ConfigError
 
 _EXPORTER = ("opentelemetry", "exporter", "otlp", "proto", "http")
@@ -58,11 +57,6 @@ def check(environment: Mapping[str, str]) -> None:
             raise ConfigError([text])
 
 
-def trace_id(deployment: str, report: RoomReport) -> int:
-    """Return the id of a room's trace, which is the same at all agents of its deployment."""
-    return _hash(16, deployment, report.instance, report.room, report.pool)
-
-
 class SpanSender:
     """Turns reports into spans and sends them.
 
@@ -99,9 +93,9 @@ class SpanSender:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
-        trace = trace_id(self._deployment, report)
+        trace = trace_id(self._deployment, report.instance, report.room, report.pool)
         # All parts of a report name the same parent.
-        parent = _hash(8, trace, report.worker, report.half, report.opened_ns)
+        parent = hashed(8, trace, report.worker, report.half, report.opened_ns)
 
         def made(name: str, span_id: int, start_ns: int, end_ns: int, **rest: Any) -> ReadableSpan:
             return ReadableSpan(
@@ -124,7 +118,7 @@ class SpanSender:
             found.append(made(name, parent, report.opened_ns, report.ended_ns, attributes=attributes, status=status))
         above = SpanContext(trace, parent, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
         for step in report.steps:
-            identity = _hash(8, parent, step)
+            identity = hashed(8, parent, step)
             rest = {"attributes": _step_attributes(step), "parent": above}
             found.append(made(step.name, identity, step.start_ns, step.end_ns, **rest))
         return found
@@ -156,9 +150,3 @@ def _step_attributes(step: StepReport) -> dict[str, Any]:
         "longshore.lane": step.lane,
     }
     return {"longshore.kind": step.kind} | {name: value for name, value in found.items() if value >= 0}
-
-
-def _hash(length_bytes: int, *parts: object) -> int:
-    """Return a number of this length that is not 0, which OpenTelemetry reserves."""
-    digest = hashlib.sha256("\n".join(map(str, parts)).encode(errors="replace")).digest()
-    return int.from_bytes(digest[:length_bytes], "big") or 1

@@ -1,10 +1,11 @@
-"""A worker's report on one half of a room that has ended, for OpenTelemetry: types and their bytes. Pure.
+"""A worker's report on one half of a room that has ended, for OpenTelemetry: types, their bytes, and the trace's id. Pure.
 
 `worker.reporting` makes reports, `supervisor.telemetry` reads them. Times are of the host's monotonic clock.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +15,17 @@ STEPS_PER_MESSAGE = 100
 # Longest text of a reason, and pairs of ranks, in a report.
 _TEXT_CHARACTERS_MAX = 1000
 _PAIRS_MAX = 64
+
+
+def trace_id(deployment: str, instance: str, room: int | str, pool: int) -> int:
+    """Return the id of a room's trace, which is the same at all agents of its deployment."""
+    return hashed(16, deployment, instance, room, pool)
+
+
+def hashed(length_bytes: int, *parts: object) -> int:
+    """Return a number of this length that is not 0, which OpenTelemetry reserves."""
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode(errors="replace")).digest()
+    return int.from_bytes(digest[:length_bytes], "big") or 1
 
 
 class PairReport(msgspec.Struct, array_like=True, frozen=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from longshore_agent.status.room_report import trace_id
 from longshore_agent.status.snapshot import AgentSnapshot, RoomStatus
 from longshore_agent.status.spans import Span
 
@@ -23,11 +24,17 @@ _CURSOR: msgspec.msgpack.Decoder[_Key] = msgspec.msgpack.Decoder(_Key)
 
 
 class RoomEntry(msgspec.Struct, frozen=True):
-    """One half of a room and its worker. `ended`: only its outcome is kept."""
+    """One half of a room and its worker.
+
+    Attributes:
+        ended: only its outcome is kept.
+        trace_id: of its trace in OpenTelemetry, in hexadecimal digits; empty unless the agent has LONGSHORE_OTEL.
+    """
 
     worker: str
     ended: bool
     room: RoomStatus
+    trace_id: str = ""
 
 
 class RoomList(msgspec.Struct, frozen=True):
@@ -92,7 +99,8 @@ def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, e
         key=_key,
     )
     shown = tuple(
-        msgspec.structs.replace(entry, room=msgspec.structs.replace(entry.room, pairs=())) for entry in chosen[:limit]
+        msgspec.structs.replace(_traced(snapshot, entry), room=msgspec.structs.replace(entry.room, pairs=()))
+        for entry in chosen[:limit]
     )
     return RoomList(
         rooms=shown,
@@ -118,13 +126,23 @@ def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDeta
     ]
     spans = tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns)))
     cut = tuple(sorted({half.worker for half in halves} & {each.worker for each in snapshot.workers if each.spans_cut}))
-    return RoomDetail(text, halves, spans, incomplete=cut)
+    traced = tuple(_traced(snapshot, entry) for entry in halves)
+    return RoomDetail(text, traced, spans, incomplete=cut)
 
 
 def _entries(snapshot: AgentSnapshot) -> Iterator[RoomEntry]:
     for worker in snapshot.workers:
         yield from (RoomEntry(worker.worker, False, room) for room in worker.rooms)
         yield from (RoomEntry(worker.worker, True, room) for room in worker.ended)
+
+
+def _traced(snapshot: AgentSnapshot, entry: RoomEntry) -> RoomEntry:
+    """Return an entry with the id of its trace, if the agent sends traces."""
+    if not snapshot.sends_traces:
+        return entry
+    room = entry.room
+    found = trace_id(snapshot.deployment, room.instance, room.room, room.pool)
+    return msgspec.structs.replace(entry, trace_id=f"{found:032x}")
 
 
 def _key(entry: RoomEntry) -> _Key:

@@ -428,10 +428,15 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
-    """One agent with all of its workers' answers. `metrics` are the supervisor's own."""
+    """One agent with all of its workers' answers. `metrics` are the supervisor's own.
+
+    Attributes:
+        sends_traces: whether it sends ended rooms to OpenTelemetry.
+    """
 
     workers: tuple[WorkerSnapshot, ...] = ()
     metrics: MetricsSnapshot = MetricsSnapshot()
+    sends_traces: bool = False
 
     def status(self) -> AgentStatus:
         """Return this without rooms, spans and metrics, which have pages of their own."""

@@ -348,6 +348,7 @@ class Supervisor:
                 draining=self._stopping_s is not None,
                 dying=self._restarts.dying(now_s),
                 self_test=self._self_test_result,
+                sends_traces=self.settings.otel,
                 instances=tuple(
                     InstanceStatus.of(
                         self._endpoint(family),
