@@ -241,7 +241,10 @@ class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How the GPUs of a node are shared. With `mps`, agents only work as clients of CUDA's Multi-Process Service."""
+    """How the GPUs of a node are shared. With `mps`, agents only work as clients of CUDA's Multi-Process Service.
+
+    The file has all sections with their defaults, also this one; workers on CPUs do not read it.
+    """
 
     mps: bool = False
 
