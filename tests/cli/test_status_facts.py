@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -95,6 +97,42 @@ def test_ended_rooms_are_counted_by_outcome_and_failures_by_reason() -> None:
 def test_a_page_that_is_none_of_an_agent_is_refused_with_the_field() -> None:
     with pytest.raises(AgentPageError, match=r"http://a/v1/status: .*workers"):
         report_of("http://a", {"workers": [{"worker": 7}]}, MetricsPage(""))
+
+
+# Children of a process that has converted nothing yet. Each crashes in two of three runs if nothing prepares the types.
+RACES = """
+import os, sys, threading
+from longshore_cli.metrics_page import MetricsPage
+from longshore_cli.status.report import report_of
+
+PAGE = {"workers": [{"worker": "p/0/0", "engines": [{"instance": "p"}], "peers": [{"instance": "d"}]}]}
+
+def race():
+    start = threading.Barrier(64)
+
+    def convert():
+        start.wait()
+        report_of("agent", PAGE, MetricsPage(""))
+
+    threads = [threading.Thread(target=convert) for _ in range(64)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+sys.setswitchinterval(1e-6)
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        race()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_many_threads_may_make_the_first_reports_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", RACES], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"] * 20, done.stderr
 
 
 LOST = worker(peer(state="lost", error="was silent"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
 
@@ -71,8 +70,7 @@ class Reader:
     def _reports(self, pages: Sequence[AgentPages]) -> list[tuple[str, Report | LongshoreError]]:
         """Return name and report of each agent, or why there is none."""
         found = agents.answers(pages, _fetched, agents.PAGES_LIMIT_S)
-        # Not in the threads of `answers`: msgspec's first conversion to a type crashes if two threads make it at once.
-        named = [(page.name, _report(page.name, each)) for page, each in zip(pages, found, strict=True)]
+        named = [(page.name, each) for page, each in zip(pages, found, strict=True)]
         before, self._before = self._before, {name: each for name, each in named if isinstance(each, Report)}
         return [
             (name, with_rates(each, before.get(name)) if isinstance(each, Report) else each) for name, each in named
@@ -84,19 +82,10 @@ class Reader:
         return Agent(name=address, silent=str(found))
 
 
-def _fetched(pages: AgentPages) -> tuple[dict[str, Any], str]:
+def _fetched(pages: AgentPages) -> Report:
     found = pages.page("/v1/status", fields=("node", "workers"))
     assert found is not None, "only a single room can be unknown"
-    return found[0], pages.text("/metrics")
-
-
-def _report(name: str, found: tuple[dict[str, Any], str] | LongshoreError) -> Report | LongshoreError:
-    if isinstance(found, LongshoreError):
-        return found
-    try:
-        return report_of(name, found[0], MetricsPage(found[1]))
-    except AgentPageError as error:
-        return error
+    return report_of(pages.name, found[0], MetricsPage(pages.text("/metrics")))
 
 
 def _of_pod(pod: AgentPod, found: Report | LongshoreError) -> Agent:

@@ -209,6 +209,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             yield from worker.faults()
 
 
+# Before any thread: msgspec crashes if two threads convert to a type of which it has not made its description yet.
+msgspec.json.Decoder(Report)
+
+
 def report_of(name: str, status: Mapping[str, Any], metrics: MetricsPage) -> Report:
     """Return an agent's report without rates. Raises AgentPageError: the page is none of an agent."""
     try:
