@@ -12,7 +12,7 @@ import check_scene as scene
 import pytest
 import yaml
 
-from longshore_cli import agents
+from longshore_cli import agents, threads
 from longshore_cli.check import command, pages, reading
 from longshore_cli.cluster import CONNECTIONS
 from longshore_cli.main import main
@@ -75,7 +75,7 @@ def test_agents_that_do_not_answer_in_time_are_given_up_and_the_others_are_kept(
         futures[0].result()
         wait(futures, limit_s)
 
-    monkeypatch.setattr(agents, "wait", wait_from_the_first_answer)
+    monkeypatch.setattr(threads, "wait", wait_from_the_first_answer)
 
     def silent(_: str) -> Page:
         end.wait()
