@@ -79,7 +79,7 @@ def api_server(objects: dict[str, Any], path: Path) -> Iterator[str]:
         ({DEPLOYMENTS: operator(), LEASE: partial(lease, 3, "")}, "off", f"nobody holds Lease {NAME}"),
         ({DEPLOYMENTS: operator(0), LEASE: partial(lease, 3)}, "off", f"operator {NAME} has no ready pod"),
         ({OWN_DEPLOYMENTS: operator(0)}, "off", f"operator {NAME} has no ready pod"),
-        ({DEPLOYMENTS: {"items": []}}, "off", "no operator serves namespace team"),
+        ({DEPLOYMENTS: {"items": []}}, "off", "no Deployment of an operator serves namespace team"),
         ({DEPLOYMENTS: operator()}, "unknown", "no right to get this"),
         ({OWN_DEPLOYMENTS: {"items": []}}, "unknown", "no right to get this"),
         ({}, "unknown", "no right to get this"),
@@ -100,5 +100,5 @@ def test_status_tells_whether_an_operator_serves(
         lines = [line for line in capsys.readouterr().out.splitlines() if "operator: " in line]
     assert found["operator"]["state"] == state
     assert about in found["operator"]["text"]
-    assert found["worst"] == (f"{found['operator']['text']}: conditions are old" if state == "off" else "")
+    assert found["worst"] == (f"{found['operator']['text']}: conditions may be old" if state == "off" else "")
     assert [line.split()[1:3] for line in lines] == ([] if state == "on" else [["operator:", f"{state}:"]])

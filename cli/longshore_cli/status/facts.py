@@ -176,7 +176,7 @@ def _finished(found: Deployment) -> Deployment:
 def _faults(found: Deployment) -> Iterator[str]:
     """Yield what is wrong with a deployment, the worst first."""
     if found.operator is not None and found.operator.state == "off":
-        yield f"{found.operator.text}: conditions are old"
+        yield f"{found.operator.text}: conditions may be old"
     untrue = [each for each in found.conditions if not each.good]
     causes = [each for each in untrue if each.type in _CAUSES] or [each for each in untrue if each.type == "Ready"]
     for each in causes:

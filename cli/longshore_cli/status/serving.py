@@ -31,7 +31,7 @@ def serving(cluster: Cluster, namespaces: set[str]) -> dict[str, Serving]:
     found = {}
     for namespace in namespaces:
         own = [state for operator, state in states if operator.serves(namespace)]
-        nobody = Serving("off", f"no operator serves namespace {namespace}")
+        nobody = Serving("off", f"no Deployment of an operator serves namespace {namespace}")
         # Of two, one that works is enough.
         found[namespace] = min(own, key=lambda each: ("on", "unknown", "off").index(each.state), default=nobody)
     return found
