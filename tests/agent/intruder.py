@@ -57,7 +57,8 @@ def greet(caller: socket.socket, seed: int) -> None:
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47)
     with contextlib.suppress(OSError):
         caller.sendall(greeting + b"\x04\xc8\x05HELLO" + random.Random(seed).randbytes(194))
-        # The peer rejects it only after both greetings.
+        # The peer rejects it only after both greetings, and then closes the connection, since nothing follows.
+        caller.shutdown(socket.SHUT_WR)
         while caller.recv(4096):
             pass
     caller.close()
