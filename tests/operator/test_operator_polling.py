@@ -67,6 +67,14 @@ class Asked:
         spec = {"nodeName": "a", "containers": [{"name": names.CONTAINER, "ports": ports}]}
         self.scene.put(kinds.POD, {"metadata": metadata, "spec": spec, "status": status})
 
+    async def fall_silent(self) -> None:
+        """Let the agent answer once, have its deployment looked at, and let it answer no more."""
+        self.put_pod(ready=True)
+        self.answer = msgspec.json.encode(said(PREFILL))
+        await self.sweep(10)
+        self.queue.done(await self.queue.take(), failed=False)
+        self.answer = None
+
     async def sweep(self, after_s: float) -> None:
         """Poll once, this long after the last poll."""
         self.clock.now_s += after_s
@@ -148,11 +156,7 @@ def test_an_agent_that_sends_the_operator_elsewhere_is_not_followed_and_is_silen
 
 def test_an_agent_that_says_the_same_after_a_silence_has_its_deployment_looked_at(monkeypatch) -> None:
     async def scenario(one: Asked) -> None:
-        one.put_pod(ready=True)
-        one.answer = msgspec.json.encode(said(PREFILL))
-        await one.sweep(10)
-        one.queue.done(await one.queue.take(), failed=False)
-        one.answer = None
+        await one.fall_silent()
         await one.sweep(31)
         assert one.silent
         one.queue.done(await one.queue.take(), failed=False)
@@ -167,11 +171,7 @@ def test_an_agent_that_says_the_same_after_a_silence_has_its_deployment_looked_a
 
 def test_a_silence_is_looked_at_once_also_if_the_polls_were_so_late_that_it_is_long_over_the_limit(monkeypatch) -> None:
     async def scenario(one: Asked) -> None:
-        one.put_pod(ready=True)
-        one.answer = msgspec.json.encode(said(PREFILL))
-        await one.sweep(10)
-        one.queue.done(await one.queue.take(), failed=False)
-        one.answer = None
+        await one.fall_silent()
         # A sweep of many silent agents takes minutes.
         await one.sweep(20)
         assert len(one.queue) == 0

@@ -55,18 +55,19 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind)
     on_gpu = kind == "gpu"
     worker_bytes = _GPU_WORKER_BYTES if on_gpu else _WORKER_BYTES
     total = _GPU_PROCESS_BYTES if on_gpu else _PROCESS_BYTES
+    # Of each side: its layout, the staging of a rank, and the rooms that have pages at the same time.
+    sides = []
     if ask.prefill:
-        staging = config.prefill.staging
-        layout = config.prefill.layout(config.model)
+        layout, staging = config.prefill.layout(config.model), config.prefill.staging
         lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes)
-        content_bytes = tokens * layout.token_bytes
-        own_bytes = 0 if on_gpu else staging.lanes * lane_bytes + content_bytes
-        total += layout.rank_count * (worker_bytes + content_bytes + own_bytes)
+        sides.append((layout, staging.lanes * lane_bytes, 1))
     if ask.decode:
         layout = config.decode.layout(config.model)
         _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes)
+        sides.append((layout, ring_bytes, ask.room_count))
+    for layout, staging_bytes, place_count in sides:
         content_bytes = tokens * layout.token_bytes
-        own_bytes = 0 if on_gpu else ring_bytes + ask.room_count * content_bytes
+        own_bytes = 0 if on_gpu else staging_bytes + place_count * content_bytes
         total += layout.rank_count * (worker_bytes + content_bytes + own_bytes)
     return total
 
