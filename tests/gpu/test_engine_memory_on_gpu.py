@@ -19,14 +19,6 @@ SMALL = {"device": 0, "layers": 2, "kv_heads": 4, "tp": 1, "rank": 0, "page_size
 LARGE = SMALL | {"layers": 64, "page_count": 4096}
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    found = pytest.importorskip("torch")
-    if not found.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return found
-
-
 @pytest.fixture
 def engine(torch: Any) -> Iterator[EngineProcess]:
     with EngineProcess() as process:

@@ -22,10 +22,7 @@ SHAPE = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 
 
 @pytest.fixture(scope="module")
-def devices() -> list[str]:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def devices(torch: Any) -> list[str]:
     pytest.importorskip("nixl")
     return [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))]
 

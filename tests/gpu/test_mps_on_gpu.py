@@ -61,10 +61,7 @@ FAULT = "import torch; x = torch.zeros(4, device='cuda'); x[torch.tensor([1 << 4
 
 
 @pytest.fixture(scope="module")
-def device_count() -> int:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def device_count(torch: Any) -> int:
     if shutil.which(PROGRAM) is None:
         pytest.skip(f"needs {PROGRAM}")
     return int(torch.cuda.device_count())

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,8 @@ SIZE_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet(torch: Any) -> Iterator[Fleet]:
     """An agent for prefill and one for decode, which see all GPUs."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     pytest.importorskip("nixl")
     config = scaled(manifest.load(MANIFEST).agent_config(), Fraction(1), None)
     with (

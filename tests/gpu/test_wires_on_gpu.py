@@ -18,10 +18,7 @@ ROOM, TOKENS, PAGES = 2**63 + 9001, 300, list(range(19))
 
 
 @pytest.fixture(scope="module")
-def device_count() -> int:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def device_count(torch: Any) -> int:
     return int(torch.cuda.device_count())
 
 
