@@ -59,7 +59,8 @@ def test_rooms_of_gpu_memory_arrive_staged_and_a_wrong_byte_is_found(
     out = capsys.readouterr().out
     assert code == 0, out
     (pair,) = json.loads(out)["pairs"]
-    sys.stdout.write(f"{pair}\n")
+    with capsys.disabled():
+        sys.stdout.write(f"{pair}\n")
     assert (pair["memory"], pair["way"], pair["room_bytes"]) == ("gpu", "staged", SIZE_BYTES)
     assert pair["wire"] in {"CudaIPC", "NVLink"}
     assert main(words(fleet, "verify", "--flip-byte", "--repeats", "1", "--memory", "gpu")) == 1
@@ -73,7 +74,8 @@ def test_a_load_of_rooms_of_gpu_memory_and_of_host_memory_is_measured(
         more = ["--sizes", "1Mi,64Mi", "--concurrency", "1,4", "--seconds", "1", "--memory", memory]
         assert main(words(fleet, "bench cluster", *more)) == 0
         out = capsys.readouterr().out
-        sys.stdout.write(out)
+        with capsys.disabled():
+            sys.stdout.write(out)
         assert [line.split()[0] for line in out.splitlines()] == ["memory", *[memory] * 4]
 
 

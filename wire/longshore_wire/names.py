@@ -40,9 +40,10 @@ INSTANCE_PREFIX_VARIABLE = f"{ENGINE_PREFIX}INSTANCE_PREFIX"
 # staging memory, and the operator does not count them. No agent can tell a test engine from another, so the client refuses
 # these names for engines. Names of deployments, with which engines' names begin, have no dot.
 TEST_INSTANCE_PREFIX = "longshore.test-"
-# Limits of such a worker's staging: of each lane, and of the ring, which then holds two slabs of each of 8 writers.
-TEST_LANE_BYTES_MAX = 4 << 20
-TEST_RING_BYTES_MAX = 64 << 20
+# Limits of such a worker's staging: of each lane, and of the ring, which then holds two slabs of each of 8 writers. A GPU
+# needs longer slabs, or control takes most of the time.
+TEST_LANE_BYTES_MAX, TEST_GPU_LANE_BYTES_MAX = 4 << 20, 32 << 20
+TEST_RING_BYTES_MAX, TEST_GPU_RING_BYTES_MAX = 64 << 20, 512 << 20
 # Warning events of a kubelet about the DNS settings of a pod, which starts and becomes ready nevertheless.
 HARMLESS_WARNINGS = frozenset({"MissingClusterDNS", "DNSConfigForming"})
 # The variable in which the CUDA driver finds the daemon of the Multi-Process Service (MPS).

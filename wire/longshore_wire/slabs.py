@@ -18,7 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from longshore_wire.errors import RingError
-from longshore_wire.names import TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
+from longshore_wire.names import (
+    TEST_GPU_LANE_BYTES_MAX,
+    TEST_GPU_RING_BYTES_MAX,
+    TEST_LANE_BYTES_MAX,
+    TEST_RING_BYTES_MAX,
+)
 
 TRAILER_BYTES = 64
 # Slabs and trailers begin at multiples of this, so that kernels can use 16-byte accesses and a trailer is one cache line.
@@ -137,15 +142,19 @@ def small_slab_bytes(asked_bytes: int, lane_bytes: int, ring_bytes: int) -> int:
     return min(asked_bytes, lane_bytes // 4, ring_bytes // 8 or lane_bytes)
 
 
-def staging_of_tests(lane_bytes: int, ring_bytes: int, rank_unit_bytes: int) -> tuple[int, int]:
+def staging_of_tests(lane_bytes: int, ring_bytes: int, rank_unit_bytes: int, *, on_gpu: bool) -> tuple[int, int]:
     """Return the lane's buffer and the ring of a test instance's rank: small ones, which hold whole units nevertheless.
 
     Args:
         lane_bytes, ring_bytes: those of the deployment, which are not exceeded.
         rank_unit_bytes: of the rank's layout. Its writers share it, so that the ring holds two slabs of each.
+        on_gpu: the staging is GPU memory.
     """
     slab = aligned(rank_unit_bytes + TRAILER_BYTES)
-    return min(lane_bytes, max(TEST_LANE_BYTES_MAX, slab)), min(ring_bytes, max(TEST_RING_BYTES_MAX, 4 * slab))
+    lane_max, ring_max = TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
+    if on_gpu:
+        lane_max, ring_max = TEST_GPU_LANE_BYTES_MAX, TEST_GPU_RING_BYTES_MAX
+    return min(lane_bytes, max(lane_max, slab)), min(ring_bytes, max(ring_max, 4 * slab))
 
 
 def gpu_slab_bytes_max(lane_bytes: int, lane_count: int) -> int:

@@ -134,7 +134,7 @@ def start(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if is_test(key):
-        settings = _for_tests(settings, hello.layout.rank_unit_bytes)
+        settings = _for_tests(settings, hello)
     config = WorkerConfig(
         name=key.path,
         instance=key.instance,
@@ -171,9 +171,11 @@ def is_test(key: PeerId) -> bool:
     return key.instance.startswith(TEST_INSTANCE_PREFIX)
 
 
-def _for_tests(settings: Settings, rank_unit_bytes: int) -> Settings:
-    """Return the settings of a worker of a test instance, whose staging takes little of the pod's memory."""
-    lane_bytes, ring_bytes = staging_of_tests(settings.lane_bytes, settings.ring_bytes, rank_unit_bytes)
+def _for_tests(settings: Settings, hello: Hello) -> Settings:
+    """Return the settings of a worker of a test instance, whose staging takes little memory of the pod or the GPU."""
+    lane_bytes, ring_bytes = staging_of_tests(
+        settings.lane_bytes, settings.ring_bytes, hello.layout.rank_unit_bytes, on_gpu=hello.device != "cpu"
+    )
     least = small_slab_bytes(settings.slab_bytes_min, lane_bytes, ring_bytes)
     return dataclasses.replace(settings, lane_bytes=lane_bytes, ring_bytes=ring_bytes, slab_bytes_min=least)
 

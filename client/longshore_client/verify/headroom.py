@@ -59,11 +59,11 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind)
     sides = []
     if ask.prefill:
         layout, staging = config.prefill.layout(config.model), config.prefill.staging
-        lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes)
+        lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes, on_gpu=on_gpu)
         sides.append((layout, staging.lanes * lane_bytes, 1))
     if ask.decode:
         layout = config.decode.layout(config.model)
-        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes)
+        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes, on_gpu=on_gpu)
         sides.append((layout, ring_bytes, ask.room_count))
     for layout, staging_bytes, place_count in sides:
         content_bytes = tokens * layout.token_bytes
