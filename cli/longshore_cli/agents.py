@@ -1,4 +1,4 @@
-"""Opens the pages of the agents that a command's arguments name: those of a deployment, or those at some addresses."""
+"""Opens the pages of the agents that a command's arguments name: of a deployment, of a `longshore up`, or at addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from longshore_cli import cluster
+from longshore_cli import cluster, up_directory
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import CONNECTIONS, Cluster
 from longshore_cli.status_pages import AgentPageError, AgentPages
@@ -28,7 +28,8 @@ def add_arguments(
     """Declare what `opened` reads."""
     parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help=what)
     cluster.add_arguments(parser)
-    one = parser.add_argument_group("agents by their addresses, without a cluster")
+    one = parser.add_argument_group("agents without a cluster")
+    up_directory.add_argument(one)
     one.add_argument(
         "--agent",
         action="append",
@@ -47,30 +48,41 @@ def opened(arguments: argparse.Namespace) -> Iterator[Sequence[AgentPages]]:
     Raises:
         ArgumentsError: the arguments contradict each other.
         AgentPageError: there is no agent.
+        DirectoryError: the directory is none of a `longshore up`.
         ClusterError: the cluster does not answer.
     """
     with ExitStack() as stack:
-        found = at_addresses(arguments, stack)
+        found = without_cluster(arguments, stack)
         if found is None:
             found = _of_deployment(stack.enter_context(Cluster.connect(arguments)), arguments.deployment)
         yield found
 
 
-def at_addresses(arguments: argparse.Namespace, stack: ExitStack) -> Sequence[AgentPages] | None:
-    """Return the pages of the agents that --agent names, which `stack` closes; None: the arguments name a cluster's.
+def without_cluster(arguments: argparse.Namespace, stack: ExitStack) -> Sequence[AgentPages] | None:
+    """Return the pages of the agents that --agent or --directory names, which `stack` closes; None: neither is given.
 
     Raises:
         ArgumentsError: the arguments contradict each other.
+        AgentPageError: an address is none of an agent.
+        DirectoryError: the directory is none of a `longshore up`.
     """
+    if not arguments.agent and arguments.directory is None:
+        if arguments.token_file or arguments.authority:
+            raise ArgumentsError("--token-file and --authority are for agents without a cluster: give --agent")
+        return None
+    if arguments.agent and arguments.directory is not None:
+        raise ArgumentsError("--agent and --directory both name agents: give one of them")
+    if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
+        given = "--agent" if arguments.agent else "--directory"
+        raise ArgumentsError(f"{given} names agents without a cluster: leave out the deployment, or {given}")
+    token, authority = _token(arguments.token_file), arguments.authority
     if arguments.agent:
-        if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
-            raise ArgumentsError("--agent names agents without a cluster: leave out the deployment, or --agent")
-        token = _token(arguments.token_file)
         urls = dict.fromkeys(url.rstrip("/") for url in arguments.agent)
-        return [stack.enter_context(AgentPages.at(url, token=token, authority=arguments.authority)) for url in urls]
-    if arguments.token_file or arguments.authority:
-        raise ArgumentsError("--token-file and --authority are for agents that --agent names: give --agent")
-    return None
+        found = [AgentPages.at(url, token=token, authority=authority) for url in urls]
+    else:
+        members = up_directory.members(arguments.directory)
+        found = [member.pages(token=token, authority=authority) for member in members]
+    return [stack.enter_context(pages) for pages in found]
 
 
 def asked(command: str, pages: Sequence[AgentPages], ask: Callable[[AgentPages], _Answer]) -> list[_Answer]:

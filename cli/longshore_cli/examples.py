@@ -30,6 +30,7 @@ EXAMPLES = {
         "longshore status llama-70b --watch   # the tree of one deployment, again every second",
         "longshore status llama-70b -o json   # all facts, for programs",
         "longshore status --agent http://127.0.0.1:9470 --agent http://127.0.0.1:9471",
+        "longshore status --directory /tmp/longshore   # agents of `longshore up --directory`",
     ),
     "verify": (
         "longshore verify llama-70b -n serving             # every pair of agents of a deployment",
@@ -39,10 +40,12 @@ EXAMPLES = {
     "rooms": (
         "longshore rooms llama-70b -n serving",
         "longshore rooms --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470 --ended false -o json",
+        "longshore rooms --directory /tmp/longshore    # agents of `longshore up --directory`",
     ),
     "trace": (
         "longshore trace room 12 llama-70b -n serving -o room.json",
         "longshore trace room 12 --agent http://10.0.0.1:9470 --agent http://10.0.0.2:9470",
+        "longshore trace room 12 --directory /tmp/longshore",
     ),
     "demo": ("longshore demo --quick", "longshore demo --devices cuda:0,cuda:1", "longshore demo --pairs 4:1,2:3"),
     "bench": (

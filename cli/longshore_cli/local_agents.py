@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
+from longshore_cli import up_directory
 from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status_pages import OK, AgentPages
@@ -40,14 +41,6 @@ class LocalAgentError(LongshoreError):
     """An agent did not start, did not become ready or ended; carries the end of its log."""
 
     reason = Reason.WORKER_LOST
-
-
-class AgentState(msgspec.Struct, frozen=True):
-    """The state file that an agent writes when it starts to serve."""
-
-    pid: int
-    socket: str
-    http: str
 
 
 class LocalAgent:
@@ -129,7 +122,7 @@ class LocalAgent:
     def http(self) -> str:
         """The address of its HTTP pages, `http://host:port`, known once it serves."""
         if not self._http:
-            self._http = msgspec.json.decode((self.directory / "agent.json").read_bytes(), type=AgentState).http
+            self._http = up_directory.state(self.directory).http
         return self._http
 
     def start(self) -> None:
@@ -138,7 +131,7 @@ class LocalAgent:
         self.directory.mkdir(parents=True, exist_ok=True)
         # The old state file has its predecessor's address.
         self._http = ""
-        (self.directory / "agent.json").unlink(missing_ok=True)
+        (self.directory / up_directory.STATE_FILE).unlink(missing_ok=True)
         # The caller's variables with our prefix are not for the agent, which refuses unknown ones.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         environment |= {ENVIRONMENT_PREFIX + name: value for name, value in self._settings.items()}

@@ -59,7 +59,7 @@ class AgentPages:
     """The pages of one agent. A context manager.
 
     Args:
-        name: what messages call it: its address, or its pod.
+        name: what messages call it: its address, its node or its pod.
         fetch: gets a path; raises OSError, HTTPException or a LongshoreError.
         close: ends what `fetch` holds.
     """
@@ -70,13 +70,14 @@ class AgentPages:
         self._close = close
 
     @classmethod
-    def at(cls, url: str, *, token: str = "", authority: Path | None = None) -> Self:
+    def at(cls, url: str, *, token: str = "", authority: Path | None = None, name: str = "") -> Self:
         """Return the pages at an address, over one connection, which is opened again when the agent has closed it.
 
         Args:
             url: `http://host:port` or `https://host:port`.
             token: the agent's bearer token; empty: it needs none.
             authority: PEM file of the authority that has signed its certificate; None: those of the system.
+            name: what messages call it; empty: its address.
         Raises:
             AgentPageError: `url` is no such address, or the authority cannot be read.
         """
@@ -104,7 +105,7 @@ class AgentPages:
                     line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-        return cls(url.rstrip("/"), fetch, close)
+        return cls(name or url.rstrip("/"), fetch, close)
 
     def __enter__(self) -> Self:
         return self

@@ -90,6 +90,10 @@ def test_commands_for_running_agents_need_to_know_which(tmp_path, capsys) -> Non
         (f"verify a --directory {tmp_path}", 2, "leave out the deployment, or --directory"),
         ("bench cluster", 2, "give the NAME of a DisaggDeployment, or --directory"),
         (f"verify --directory {tmp_path}", 1, "it is no directory of `longshore up`"),
+        (f"status --directory {tmp_path}", 1, "it is no directory of `longshore up`"),
+        (f"rooms a --directory {tmp_path}", 2, "leave out the deployment, or --directory"),
+        (f"trace room 1 --agent http://a --directory {tmp_path}", 2, "--agent and --directory both name agents"),
+        ("rooms --token-file none", 2, "--token-file and --authority are for agents without a cluster: give --agent"),
     ):
         assert main(words.split()) == code
         assert said in capsys.readouterr().err

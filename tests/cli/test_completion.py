@@ -50,6 +50,9 @@ CASES = {
     "longshore trace ": {"room"},
     "longshore rooms --en": {"--ended"},
     "longshore rooms --ended ": {"true", "false"},
+    "longshore status --di": {"--directory"},
+    "longshore trace room 1 --di": {"--directory"},
+    "longshore rooms --directory ma": {"manifest.yaml"},
     "longshore up -f ma": {"manifest.yaml"},
 }
 
@@ -59,6 +62,7 @@ def completed(shell: list[str], directory: Path) -> dict[str, set[str]]:
     (directory / "manifest.yaml").touch()
     # The programs of this environment are first on the path.
     environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "HOME": str(directory)}
+    environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     lines = "".join(f"{line}\n" for line in CASES)
     done = subprocess.run(
         shell, cwd=directory, env=environment, input=lines, check=True, capture_output=True, text=True

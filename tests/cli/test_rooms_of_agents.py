@@ -248,6 +248,19 @@ def test_an_agent_that_is_named_twice_counts_once(place: Place, capsys: pytest.C
 
 
 @pytest.mark.slow
+def test_agents_in_a_directory_are_asked_with_their_token_and_authority(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    for agent, member in zip(place.agents, ("prefill-0", "decode-0"), strict=True):
+        (tmp_path / member).symlink_to(agent.directory)
+    given = ["--directory", str(tmp_path), *place.words("rooms")[-4:]]
+    assert main(["rooms", *given]) == 0
+    assert main(["rooms", *given[:2], "--authority", str(place.directory / "authority.pem")]) == 1
+    assert "the agent at decode-0 wants its token: give --token-file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     url = place.agents[0].http
     authority = ["--authority", str(place.directory / "authority.pem")]

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -252,11 +253,14 @@ def test_agents_without_a_cluster_are_grouped_by_the_deployment_that_they_name()
 
 
 @pytest.mark.parametrize(
-    "more", [{"deployment": "llama"}, {"namespace": "team"}, {"agent": ["http://127.0.0.1:1"]}], ids=str
+    "more",
+    [{"deployment": "llama"}, {"namespace": "team"}, {"agent": ["http://127.0.0.1:1"]}, {"directory": Path("none")}],
+    ids=str,
 )
 def test_all_namespaces_with_one_of_them_is_refused(more: dict[str, Any]) -> None:
-    words = {"deployment": "", "namespace": None, "context": None, "kubeconfig": None, "agent": [], "token_file": None}
-    chosen = argparse.Namespace(**words | {"authority": None, "all_namespaces": True} | more)
+    words = {"deployment": "", "namespace": None, "context": None, "kubeconfig": None, "agent": []}
+    words |= {"directory": None, "token_file": None, "authority": None, "all_namespaces": True}
+    chosen = argparse.Namespace(**words | more)
     with ExitStack() as stack, pytest.raises(ArgumentsError, match="--all-namespaces lists deployments: leave out"):
         Reader(chosen, stack)
 

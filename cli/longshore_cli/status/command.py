@@ -107,7 +107,7 @@ def _drawn(arguments: argparse.Namespace, found: Sequence[Deployment]) -> Render
 
 
 def _is_tree(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.deployment or arguments.agent)
+    return bool(arguments.deployment or arguments.agent or arguments.directory)
 
 
 def _json(found: Sequence[Deployment], *, indent: int) -> str:

@@ -1,4 +1,4 @@
-"""Reads deployments and the pages of their agents, from a cluster or at addresses. Called by `command` for each snapshot."""
+"""Reads deployments and the pages of their agents, from a cluster or without one. Called by `command` for each snapshot."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ class Reader:
         self._name: str = arguments.deployment
         self._namespace: str | None = "" if arguments.all_namespaces else None
         self._before: dict[str, Report] = {}
-        self._pages = agents.at_addresses(arguments, stack)
-        if arguments.all_namespaces and (self._pages is not None or self._name or arguments.namespace):
-            raise ArgumentsError("--all-namespaces lists deployments: leave out their name, --namespace and --agent")
+        if arguments.all_namespaces and (arguments.agent or arguments.directory or self._name or arguments.namespace):
+            raise ArgumentsError(
+                "--all-namespaces lists deployments: leave out their name, --namespace, --agent and --directory"
+            )
+        self._pages = agents.without_cluster(arguments, stack)
         self._cluster = None if self._pages is not None else stack.enter_context(Cluster.connect(arguments))
 
     def read(self) -> list[Deployment]:
@@ -44,8 +46,8 @@ class Reader:
             ClusterError: the API server does not answer, or there is no such deployment.
         """
         if self._cluster is None:
-            assert self._pages is not None, "addresses or a cluster"
-            return facts.of_agents([self._of_address(*each) for each in self._reports(self._pages)])
+            assert self._pages is not None, "agents or a cluster"
+            return facts.of_agents([self._without_pod(*each) for each in self._reports(self._pages)])
         bodies = [self._cluster.deployment(self._name)] if self._name else self._cluster.deployments(self._namespace)
         pods = self._cluster.agents(self._name, self._namespace)
         return self._of_cluster(self._cluster, bodies, pods)
@@ -76,10 +78,10 @@ class Reader:
             (name, with_rates(each, before.get(name)) if isinstance(each, Report) else each) for name, each in named
         ]
 
-    def _of_address(self, address: str, found: Report | LongshoreError) -> Agent:
+    def _without_pod(self, name: str, found: Report | LongshoreError) -> Agent:
         if isinstance(found, Report):
-            return Agent(name=found.node or address, roles=found.roles, report=found)
-        return Agent(name=address, silent=str(found))
+            return Agent(name=found.node or name, roles=found.roles, report=found)
+        return Agent(name=name, silent=str(found))
 
 
 def _fetched(pages: AgentPages) -> Report:

@@ -12,6 +12,7 @@ from typing import Self
 import msgspec
 
 from longshore_cli.local_agents import LocalAgent, make_keys
+from longshore_cli.up_directory import CONFIG_FILE
 from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
 
 # Sizes are rounded down to whole memory pages, and stay large enough for slabs of a useful size.
@@ -71,7 +72,7 @@ class Fleet:
         self.agents: dict[str, LocalAgent] = {}
         keys = directory / "keys"
         control = msgspec.structs.replace(config.control, keys_directory=str(keys))
-        self._config_path = directory / "config.json"
+        self._config_path = directory / CONFIG_FILE
         self._config_path.write_text(dump(msgspec.structs.replace(config, control=control)))
         make_keys(keys)
         for member in members:

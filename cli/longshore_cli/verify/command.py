@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TypeVar, get_args
 
-from longshore_cli import agents, cluster
+from longshore_cli import agents, cluster, up_directory
 from longshore_cli.arguments import ArgumentsError, duration, seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.threads import Threads
@@ -128,7 +127,7 @@ def _describe(parser: argparse.ArgumentParser, description: str) -> None:
     parser.description = description
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="the DisaggDeployment")
     cluster.add_arguments(parser)
-    parser.add_argument("--directory", type=Path, help="instead: agents that `longshore up` runs in this directory")
+    up_directory.add_argument(parser)
     parser.add_argument(
         "--timeout",
         type=duration,

@@ -15,19 +15,20 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import msgspec
 
+from longshore_cli import up_directory
 from longshore_cli.cluster import AgentPod, Cluster
 from longshore_cli.status_pages import AgentPages
 from longshore_cli.threads import Threads
-from longshore_wire import agent_config, manifest
+from longshore_cli.up_directory import CONFIG_FILE, Member
+from longshore_wire import manifest
 from longshore_wire.agent_config import AgentConfig
-from longshore_wire.errors import ConfigError, LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
 from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started, WantedMemory
 
 _MODULE = "longshore_client.verify"
@@ -197,8 +198,8 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[list[Place], AgentCo
     """Find the agents of a deployment, or of a directory of `longshore up`, and their config. Raises LongshoreError."""
     with ExitStack() as stack:
         if arguments.directory is not None:
-            places = [_local(path, stack) for path in _directories(arguments.directory)]
-            config = _config(arguments.directory / "config.json")
+            places = [_local(member, stack) for member in up_directory.members(arguments.directory)]
+            config = up_directory.config(arguments.directory)
         else:
             found = stack.enter_context(Cluster.connect(arguments))
             config = manifest.read(found.deployment(arguments.name)).agent_config()
@@ -220,36 +221,16 @@ def _in_pod(cluster: Cluster, pod: AgentPod) -> Place:
     )
 
 
-def _config(path: Path) -> AgentConfig:
-    try:
-        return agent_config.load(path.read_bytes())
-    except (OSError, ConfigError) as error:
-        raise VerifyError(f"{path}: {error}: name a directory of a `longshore up` of this release that runs") from error
-
-
-def _directories(directory: Path) -> list[Path]:
-    found = [path for path in sorted(directory.glob("*")) if path.name.partition("-")[0] in {"prefill", "decode"}]
-    if not found or not (directory / "config.json").exists():
-        raise VerifyError(f"--directory {directory}: it is no directory of `longshore up`: name one with a config.json")
-    return found
-
-
-def _local(directory: Path, stack: ExitStack) -> Place:
-    role, problem, pages = directory.name.partition("-")[0], "", None
-    try:
-        url = msgspec.json.decode((directory / "agent.json").read_bytes(), type=dict[str, str | int])["http"]
-        pages = stack.enter_context(AgentPages.at(str(url)))
-    except (OSError, msgspec.DecodeError, KeyError) as error:
-        problem = f"no agent runs in {directory}: {error}: start it by `longshore up`"
-    command = [sys.executable, "-m", _MODULE, "--config", str(directory.parent / "config.json")]
-    command += ["--socket", str(directory / "agent.sock")]
+def _local(member: Member, stack: ExitStack) -> Place:
+    command = [sys.executable, "-m", _MODULE, "--config", str(member.directory.parent / CONFIG_FILE)]
+    command += ["--socket", str(member.directory / SOCKET_FILE)]
     return Place(
-        directory.name,
-        prefill=role == "prefill",
-        decode=role == "decode",
+        member.name,
+        prefill=member.role == "prefill",
+        decode=member.role == "decode",
         start=lambda: LocalProgram(command),
-        pages=pages,
-        problem=problem,
+        pages=stack.enter_context(member.pages()),
+        problem=member.problem,
     )
 
 
