@@ -68,13 +68,14 @@ def run_decode(address: str) -> None:
     """Move one request after another, until something fails."""
     ranks = ranks_of(ls.Half.TARGET)
     print("decode is registered", flush=True)
-    with connected(address) as connection, connection.makefile("rwb") as stream:
+    with connected(address) as connection, connection.makefile("rb") as answers:
+        ask = partial(asked, connection, answers)
         while True:
             room = time.time_ns()
-            endpoint = msgspec.json.decode(asked(stream, Order()), type=ls.Endpoint)
+            endpoint = msgspec.json.decode(ask(Order()), type=ls.Endpoint)
             for rank in ranks:
                 insist(partial(rank.client.receive, room, endpoint, PAGES, 0, TOKENS))
-            asked(stream, Order(room))
+            ask(Order(room))
             ends = [rank.ended(room, endpoint.instance) for rank in ranks]
             cache = content(room)
             parts = [(rank, slice(rank.layout.heads.start, rank.layout.heads.stop)) for rank in ranks]
@@ -100,11 +101,16 @@ def connected(address: str) -> socket.socket:
         time.sleep(PAUSE_S)
 
 
-def asked(stream: BinaryIO, order: Order) -> bytes:
-    """Return prefill's answer."""
-    stream.write(msgspec.json.encode(order) + b"\n")
-    stream.flush()
-    return stream.readline()
+def asked(connection: socket.socket, answers: BinaryIO, order: Order) -> bytes:
+    """Return prefill's answer. If prefill has ended, end this program, which its pod starts again."""
+    try:
+        connection.sendall(msgspec.json.encode(order) + b"\n")
+        answer = answers.readline()
+    except OSError as error:
+        sys.exit(f"prefill does not answer any more: {error}")
+    if not answer.endswith(b"\n"):
+        sys.exit("prefill does not answer any more: it has closed the connection")
+    return answer
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Tests how the decode pod of examples/engine finds its prefill pod."""
+"""Tests how the decode pod of examples/engine finds its prefill pod, and ends with it."""
 
 from __future__ import annotations
 
 import importlib
 import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,3 +52,31 @@ def test_a_prefill_pod_that_starts_later_is_found(program: ModuleType, monkeypat
         monkeypatch.setattr(time, "sleep", lambda _seconds: server.listen())
         with program.connected("127.0.0.1") as found:
             assert found.getpeername() == server.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("said", "resets"),
+    [(b"", False), (b'["half of a', False), (b"", True)],
+    ids=["ends", "ends-in-an-answer", "resets"],
+)
+def test_a_prefill_pod_that_ends_while_decode_waits_ends_the_program_with_one_line(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, said: bytes, *, resets: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(program, "PORT", server.getsockname()[1])
+
+        def end() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)
+                connection.sendall(said)
+                if resets:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        with pytest.raises(SystemExit) as ended:
+            program.run_decode("127.0.0.1")
+        ending.join()
+    (line,) = str(ended.value.code).splitlines()
+    assert line.startswith("prefill does not answer any more: ")
