@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -343,8 +345,20 @@ class PodProgram:
         raise ClusterError(f"the program in {self._where} has ended: {text or 'the connection was closed'}")
 
     def close(self) -> None:
-        """Close the connection, which ends the standard input."""
-        self._client.close()
+        """Close the connection, which ends the standard input. Waits for no answer, and for no write that hangs."""
+        line = self._client.sock.sock
+        if line is not None and not _takes_more(line):
+            # A thread whose write waits would hold the lock that the library's `close` needs.
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        self._client.close(timeout=0)
+
+
+def _takes_more(line: socket.socket) -> bool:
+    """Return whether a write to a connection does not wait."""
+    poller = select.poll()
+    poller.register(line, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def _close_late(connected: Future[Any]) -> None:

@@ -8,17 +8,22 @@ import hashlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import check_scene as scene
+import msgspec
 import pytest
 
 from longshore_cli import cluster
 from longshore_cli.check import reading
 from longshore_cli.cluster import Cluster, ClusterError, MissingError
+from longshore_cli.verify import places
+from longshore_cli.verify.places import Engine, Programs, kept_alive
+from longshore_wire.verify_messages import Start, Started
 
 
 class _WithoutDefinition(BaseHTTPRequestHandler):
@@ -78,20 +83,75 @@ def test_a_program_that_does_not_start_is_given_up_and_its_late_connection_close
     with socket.create_server(("127.0.0.1", 0)) as silent, _connected(tmp_path, silent.getsockname()[1]) as found:
         with pytest.raises(ClusterError, match=r"no program has started in pod team/llama-agent-n-0 within 0.2 s"):
             found.start(scene.pod("n-0"), ["true"])
-        line, _ = silent.accept()
-        with line:
-            line.settimeout(cluster.HTTP_TIMEOUT_S)
-            asked = b""
-            while not asked.endswith(b"\r\n\r\n"):
-                asked += line.recv(1 << 16)
-            key = next(each.split(b": ")[1] for each in asked.split(b"\r\n") if each.startswith(b"Sec-WebSocket-Key"))
-            # As RFC 6455 has it.
-            accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
-            head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            protocol = b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\n"
-            line.sendall(head + protocol + b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
+        with _exec_line(silent) as line:
             # The first byte of a frame that closes.
             assert line.recv(1) == b"\x88"
+
+
+@contextmanager
+def _exec_line(server: socket.socket) -> Iterator[socket.socket]:
+    """Accept the connection of a program, as the API server does; yield it."""
+    line, _ = server.accept()
+    with line:
+        line.settimeout(cluster.HTTP_TIMEOUT_S)
+        asked = b""
+        while not asked.endswith(b"\r\n\r\n"):
+            asked += line.recv(1 << 16)
+        key = next(each.split(b": ")[1] for each in asked.split(b"\r\n") if each.startswith(b"Sec-WebSocket-Key"))
+        # As RFC 6455 has it.
+        accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        protocol = b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\n"
+        line.sendall(head + protocol + b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
+        yield line
+
+
+def test_test_engines_end_at_once_although_a_line_that_keeps_one_alive_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_ALIVE_EVERY_S", 0.01)
+    over, hangs = threading.Event(), threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        with _exec_line(server) as line:
+            started = b"\x01" + msgspec.json.encode(Started(None, "decode", "host")) + b"\n"
+            # A binary frame of standard output. Nothing is read any more.
+            line.sendall(bytes([0x82, len(started)]) + started)
+            over.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as server, _connected(tmp_path, server.getsockname()[1]) as found:
+        serving = threading.Thread(target=serve, args=(server,))
+        serving.start()
+        try:
+            with Programs() as programs:
+                program = found.start(scene.pod("n-0"), ["true"])
+                programs.add(program)
+                engine = Engine(program, Start("run", False, True, 1, 1, 1.0, "host"))
+                _fill(program)
+                write = program.write
+
+                def write_and_say(data: bytes) -> None:
+                    hangs.set()
+                    write(data)
+
+                monkeypatch.setattr(program, "write", write_and_say)
+                with kept_alive([engine]):
+                    assert hangs.wait(cluster.HTTP_TIMEOUT_S)
+                    ended_s = time.monotonic()
+            assert time.monotonic() - ended_s < cluster.HTTP_TIMEOUT_S / 2
+        finally:
+            over.set()
+            serving.join()
+
+
+def _fill(program: cluster.PodProgram) -> None:
+    """Write to a connection until its buffers take no more bytes."""
+    line = program._client.sock.sock
+    line.settimeout(0.5)
+    with suppress(TimeoutError):
+        while True:
+            line.send(bytes(1 << 20))
+    line.settimeout(cluster.HTTP_TIMEOUT_S)
 
 
 class _FailsAt(BaseHTTPRequestHandler):

@@ -173,7 +173,10 @@ class Engine:
 
 @contextmanager
 def kept_alive(engines: Sequence[Engine]) -> Iterator[None]:
-    """Keep the connections of idle test engines alive during the block."""
+    """Keep the connections of idle test engines alive during the block.
+
+    A line may still be under way after it, since a connection that hangs holds it: the engine's end ends it.
+    """
     over = threading.Event()
 
     def run() -> None:
@@ -183,14 +186,16 @@ def kept_alive(engines: Sequence[Engine]) -> Iterator[None]:
                     engine.stay()
                 except LongshoreError:
                     continue  # The next request to it tells.
+                except Exception:
+                    if over.is_set():
+                        return  # Its connection was closed during the call.
+                    raise
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
     try:
         yield
     finally:
         over.set()
-        thread.join()
 
 
 @contextmanager
