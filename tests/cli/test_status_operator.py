@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import json
 import threading
@@ -102,3 +103,32 @@ def test_status_tells_whether_an_operator_serves(
     assert about in found["operator"]["text"]
     assert found["worst"] == (f"{found['operator']['text']}: conditions may be old" if state == "off" else "")
     assert [line.split()[1:3] for line in lines] == ([] if state == "on" else [["operator:", f"{state}:"]])
+
+
+def test_only_leases_of_operators_that_serve_a_shown_namespace_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    (own,) = operator()["items"]
+    foreign = copy.deepcopy(own)
+    foreign["metadata"]["namespace"] = "theirs"
+    watched = {"name": "LONGSHORE_WATCH_NAMESPACE", "value": "another-team"}
+    foreign["spec"]["template"]["spec"]["containers"][0]["env"].append(watched)
+    foreign_path = LEASE.replace("longshore-system", "theirs")
+
+    def foreign_lease() -> dict[str, Any]:
+        asked.append(foreign_path)
+        return lease(3)
+
+    deployments = f"/apis/longshore.dev/v1alpha1/namespaces/{scene.SPACE}/disaggdeployments"
+    there = {
+        deployments: {"items": [scene.served()]},
+        f"/api/v1/namespaces/{scene.SPACE}/pods": {"items": []},
+        DEPLOYMENTS: {"items": [own, foreign]},
+        LEASE: partial(lease, 3),
+        foreign_path: foreign_lease,
+    }
+    with api_server(there, tmp_path / "kubeconfig") as path:
+        assert main(["status", "--kubeconfig", path, "--interval", "0.1", "-o", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["deployments"]
+    assert (found["operator"]["state"], asked) == ("on", [])

@@ -27,7 +27,8 @@ def serving(cluster: Cluster, namespaces: set[str]) -> dict[str, Serving]:
         operators = operator_deployments.installed(cluster, NAMESPACE)
     except ClusterError as error:
         return {each: Serving("unknown", str(error)) for each in namespaces}
-    states = [(each, _state(cluster, each)) for each in operators]
+    needed = [each for each in operators if any(each.serves(namespace) for namespace in namespaces)]
+    states = [(each, _state(cluster, each)) for each in needed]
     found = {}
     for namespace in namespaces:
         own = [state for operator, state in states if operator.serves(namespace)]
