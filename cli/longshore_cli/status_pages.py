@@ -138,6 +138,12 @@ class AgentPages:
             return body, answer
         raise self._refusal(asked, answer)
 
+    def status(self) -> dict[str, Any]:
+        """Return `/v1/status`, which `agent_report` reads. Raises AgentPageError as `page` does."""
+        found = self.page("/v1/status", fields=("node", "workers"))
+        assert found is not None, "only a single room can be unknown"
+        return dict(found[0])
+
     def text(self, path: str) -> str:
         """Return a page of text, such as `/metrics`. Raises AgentPageError as `page` does."""
         asked, answer = self._answer(path)

@@ -13,6 +13,7 @@ import yaml
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.node_facts import NodeFacts
 from longshore_cli import operator_deployments
+from longshore_cli.agent_report import report_of
 from longshore_cli.check import before
 from longshore_cli.check.before import Before, Subject, Tried
 from longshore_cli.check.lines import Line
@@ -179,4 +180,5 @@ def page(*workers: structs.WorkerSnapshot, **changes: Any) -> Body:
 
 def reached(*pages: Body | Exception) -> list[Reached]:
     """Agents on nodes n-0, n-1 and so on."""
-    return [Reached(pod(f"n-{index}"), one) for index, one in enumerate(pages)]
+    reports = [one if isinstance(one, Exception) else report_of("agent", one) for one in pages]
+    return [Reached(pod(f"n-{index}"), one) for index, one in enumerate(reports)]

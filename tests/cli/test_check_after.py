@@ -16,7 +16,6 @@ from longshore_cli.check import after, conditions, pages, pods
 from longshore_cli.check.after import After
 from longshore_cli.check.lines import Line, State, as_json, failed, table
 from longshore_cli.check.operators import Lease
-from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, ClusterError, MissingError
 from longshore_wire import condition_reasons as reasons
 from longshore_wire.names import PROTECTIONS
@@ -432,7 +431,7 @@ def test_only_errors_fail_and_warnings_if_asked(state: State, *, strict: bool, f
 
 
 def test_a_thousand_agents_make_short_lines() -> None:
-    many = [Reached(pod(f"n-{index}"), page(restarts=1)) for index in range(1000)]
+    many = reached(*[page(restarts=1)] * 1000)
     found = pages.lines(SECTION, scene.spec_of(), many, RELEASE)
     assert max(len(line.message) for line in found) < 400
     assert "and 995 more" in only(found, "workers").message

@@ -7,6 +7,7 @@ import textwrap
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import check_scene as scene
 import pytest
@@ -95,12 +96,31 @@ def test_agents_that_do_not_answer_in_time_are_given_up_and_the_others_are_kept(
 
 
 def test_an_agent_of_another_release_that_tells_less_is_named() -> None:
-    for field in (*pages.PAGE_FIELDS, *pages.WORKER_FIELDS):
-        body = scene.page(scene.worker("one"))
-        (body if field in pages.PAGE_FIELDS else body["workers"][0]).pop(field)
-        agent = AgentPages("team/llama-agent-0", lambda _, body=body: Page(200, json.dumps(body).encode()))
-        with pytest.raises(AgentPageError, match="team/llama-agent-0"):
-            reading._status(agent)
+    rank = scene.structs.RankStatus(0, "tcp://10.0.0.1:9500", "1")
+    layout = scene.structs.LayoutStatus.of(scene.status_scene.layout(1))
+    instance = scene.structs.InstanceStatus("one", ("source",), layout, (rank,), complete=True)
+    ring = scene.structs.RingStatus(capacity_bytes=100, used_bytes=0, held_bytes=0, rounds=1)
+    for path in pages.NEEDED:
+        body = scene.page(scene.worker("one", ring=ring), instances=(instance,))
+        assert reading._status(answering(body)).workers[0].name == "one/0"
+        *above, field = path.split(".")
+        place: Any = body
+        for name in above:
+            place = place[name][0] if isinstance(place[name], list) else place[name]
+        del place[field]
+        with pytest.raises(AgentPageError, match=rf"team/llama-agent-0.*{field}"):
+            reading._status(answering(body))
+
+
+@pytest.mark.parametrize("workers", [None, 7, [None], [{"worker": 7}]])
+def test_a_page_with_workers_of_another_kind_is_refused(workers: Any) -> None:
+    with pytest.raises(AgentPageError, match=r"team/llama-agent-0/v1/status: .*workers"):
+        reading._status(answering(scene.page() | {"workers": workers}))
+
+
+def answering(body: dict[str, Any]) -> AgentPages:
+    """Return the pages of an agent that answers this."""
+    return AgentPages("team/llama-agent-0", lambda _: Page(200, json.dumps(body).encode()))
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_and_no_traceback(

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from longshore_cli.agent_report import Report, report_of, with_rates
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.main import main
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status import facts, shown
 from longshore_cli.status.facts import Agent, Deployment
 from longshore_cli.status.reading import Reader
-from longshore_cli.status.report import Report, report_of, with_rates
 from longshore_cli.status_pages import AgentPageError
 
 COLUMNS = 80
@@ -104,7 +104,7 @@ def test_a_page_that_is_none_of_an_agent_is_refused_with_the_field() -> None:
 RACES = """
 import os, sys, threading
 from longshore_cli.metrics_page import MetricsPage
-from longshore_cli.status.report import report_of
+from longshore_cli.agent_report import report_of
 
 PAGE = {"workers": [{"worker": "p/0/0", "engines": [{"instance": "p"}], "peers": [{"instance": "d"}]}]}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from longshore_cli.agent_report import ATTACHED, NodeFacts, Pair, Report, Worker
 from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod, DeniedError
 from longshore_cli.faults import QUARANTINE_SHARE
@@ -19,10 +20,14 @@ _TROUBLE = "docs/troubleshooting.md"
 _SECURITY = "docs/security.md#what-protects-the-data-ports"
 _WIRES = "docs/how-to/wires.md"
 _LIMITS = "docs/how-to/check.md#limits-of-a-node"
-# What the checks read of a page, and of each worker there. An agent of another release may tell less.
-PAGE_FIELDS = ("version", "unready", "dying", "restarts", "instances", "workers")
-WORKER_FIELDS = (
-    "worker", "error", "silent_s", "data_path", "device", "ring", "mismatches", "mismatch", "mps", "engines", "peers",
+# The fields that the checks judge, in all items of a list. An agent of another release may tell less.
+NEEDED = (
+    "version", "unready", "dying", "restarts", "instances.ranks.address", "workers.worker", "workers.error", "workers.silent_s",
+    "workers.data_path", "workers.device", "workers.mps", "workers.mismatches", "workers.mismatch",
+    "workers.ring.capacity_bytes", "workers.ring.held_bytes",
+    "workers.engines.instance", "workers.engines.rank", "workers.engines.memory", "workers.engines.layout.dp_rank",
+    "workers.peers.instance", "workers.peers.dp_rank", "workers.peers.rank", "workers.peers.state", "workers.peers.ways",
+    "workers.peers.wire",
 )  # fmt: skip
 # Descriptors of a worker: some ten for each peer and each lane. Below this, some hundred peers are too many.
 DESCRIPTORS_MIN = 4096
@@ -32,35 +37,33 @@ _KILLED = "ended with -9"
 _SILENT_S = 10.0
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
 
-Body = dict[str, Any]
+Answers = Sequence[tuple[AgentPod, Report]]
 
 
 class Reached(NamedTuple):
-    """An agent and its status page, or why there is none."""
+    """An agent and its report, or why there is none."""
 
     agent: AgentPod
-    page: Body | Exception
+    page: Report | Exception
 
 
 class _Worker(NamedTuple):
     node: str
-    body: Body
+    body: Worker
 
     def __str__(self) -> str:
-        return f"{self.body['worker']} on {self.node}"
+        return f"{self.body.name} on {self.node}"
 
 
 class _Link(NamedTuple):
     """A peer of a worker, attached over a wire. `far` is the peer's own worker; None: its agent was not reached."""
 
     worker: _Worker
-    peer: Body
+    peer: Pair
     far: _Worker | None
 
     def __str__(self) -> str:
-        peer = self.peer
-        host = "/host" if peer.get("memory") == "host" else ""
-        return f"{self.worker} to {peer['instance']}/{peer['dp_rank']}/{peer['rank']}{host}"
+        return f"{self.worker} to {self.peer.name}"
 
 
 def lines(section: str, spec: Spec, reached: Sequence[Reached], release: str) -> list[Line]:
@@ -73,13 +76,13 @@ def lines(section: str, spec: Spec, reached: Sequence[Reached], release: str) ->
     said = [_reached(section, reached)]
     if not answers:
         return said
-    workers = [_Worker(agent.node, worker) for agent, page in answers for worker in page["workers"]]
+    workers = [_Worker(agent.node, worker) for agent, page in answers for worker in page.workers]
     said += [_versions(section, answers, release), _unready(section, answers), _workers(section, answers, workers)]
     said += [_ports(section, answers, workers, spec), _wires(section, workers, answers, spec)]
     said += [_quarantine(section, workers), _digests(section, workers)]
     said += [_mps(section, workers)] if spec.gpu.mps else []
     said += (
-        [_peer_access(section, on_gpus)] if (on_gpus := [one for one in workers if one.body["device"] != "cpu"]) else []
+        [_peer_access(section, on_gpus)] if (on_gpus := [one for one in workers if one.body.device != "cpu"]) else []
     )
     return [*said, *_limits(section, answers, spec)]
 
@@ -98,8 +101,8 @@ def _reached(section: str, reached: Sequence[Reached]) -> Line:
     return error(section, check, text, way_out, "docs/runbooks.md#longshoreagentdown")
 
 
-def _versions(section: str, answers: Sequence[tuple[AgentPod, Body]], release: str) -> Line:
-    found = {agent.node: page["version"] for agent, page in answers}
+def _versions(section: str, answers: Answers, release: str) -> Line:
+    found = {agent.node: page.version for agent, page in answers}
     shown = some(found.values())
     other = [node for node, version in found.items() if version != release]
     link = "docs/how-to/kubernetes.md#upgrade-and-roll-back"
@@ -115,8 +118,8 @@ def _versions(section: str, answers: Sequence[tuple[AgentPod, Body]], release: s
     return ok(section, "versions", f"all agents that answer are of the operator's release {release}")
 
 
-def _unready(section: str, answers: Sequence[tuple[AgentPod, Body]]) -> Line:
-    found = [f"{agent.node}: {fault}" for agent, page in answers for fault in page["unready"]]
+def _unready(section: str, answers: Answers) -> Line:
+    found = [f"{agent.node}: {fault}" for agent, page in answers for fault in page.unready]
     if found:
         link = f"{_TROUBLE}#readyz-says-503"
         return error(
@@ -129,41 +132,41 @@ def _unready(section: str, answers: Sequence[tuple[AgentPod, Body]]) -> Line:
     return ok(section, "readyz", f"{count(len(answers), 'agent')} passed the self-test and take engines")
 
 
-def _workers(section: str, answers: Sequence[tuple[AgentPod, Body]], workers: Sequence[_Worker]) -> Line:
+def _workers(section: str, answers: Answers, workers: Sequence[_Worker]) -> Line:
     link = f"{_TROUBLE}#readyz-says-503"
-    dying = [f"{agent.node}: {text}" for agent, page in answers for text in page["dying"]]
-    failed = [f"{one}: {one.body['error']}" for one in workers if one.body["error"]]
-    failed += [f"{one} is silent" for one in workers if one.body["silent_s"] > _SILENT_S]
+    dying = [f"{agent.node}: {text}" for agent, page in answers for text in page.dying]
+    failed = [f"{one}: {one.body.error}" for one in workers if one.body.error]
+    failed += [f"{one} is silent" for one in workers if one.body.silent_s > _SILENT_S]
     if bad := [*dying, *failed]:
         way_out = _of_killed(bad, answers) or "see the agent's log"
         return error(section, "workers", f"workers fail: {some(bad)}", way_out, link)
-    restarted = [f"{count(page['restarts'], 'time')} on {agent.node}" for agent, page in answers if page["restarts"]]
+    restarted = [f"{count(page.restarts, 'time')} on {agent.node}" for agent, page in answers if page.restarts]
     if restarted:
         text = f"workers were restarted {some(restarted)} since their agents started"
         return warning(section, "workers", text, "see the agents' logs", "docs/runbooks.md#longshoreworkersrestart")
     return ok(section, "workers", f"{count(len(workers), 'worker')} serve engines, and none was restarted")
 
 
-def _of_killed(texts: Sequence[str], answers: Sequence[tuple[AgentPod, Body]]) -> str:
+def _of_killed(texts: Sequence[str], answers: Answers) -> str:
     """Return the way out if a text tells of a process that was killed, as the kernel does for want of memory; else empty."""
     if not any(_KILLED in text for text in texts):
         return ""
-    limits = [page["node_facts"]["memory_limit_bytes"] for _, page in answers if "node_facts" in page]
+    limits = [page.node_facts.memory_limit_bytes for _, page in answers if page.node_facts]
     least = min((limit for limit in limits if limit), default=None)
     known = f", and their limit is {least >> 20} MiB" if least else ""
     return f"-9: killed, most likely because the agent's container is out of memory{known}: raise the memory of agents.resources"
 
 
-def _ports(section: str, answers: Sequence[tuple[AgentPod, Body]], workers: Sequence[_Worker], spec: Spec) -> Line:
+def _ports(section: str, answers: Answers, workers: Sequence[_Worker], spec: Spec) -> Line:
     check = "ports"
     first = spec.agents.control.worker_port
     if first:
         strange = [
-            f"{rank['address']} on {agent.node}"
+            f"{rank.address} on {agent.node}"
             for agent, page in answers
-            for instance in page["instances"]
-            for rank in instance["ranks"]
-            if not first <= _port(rank["address"]) < first + max(1, len(page["workers"]) + page["restarts"])
+            for instance in page.instances
+            for rank in instance.ranks
+            if not first <= _port(rank.address) < first + max(1, len(page.workers) + page.restarts)
         ]
         if strange:
             text = f"workers listen on other ports than agents.workerPort and those after it: {some(strange)}"
@@ -174,12 +177,12 @@ def _ports(section: str, answers: Sequence[tuple[AgentPod, Body]], workers: Sequ
                 "see whether another process has these ports",
                 f"{_TROUBLE}#the-agent-does-not-start",
             )
-    found = Counter(one.body["data_path"] for one in workers if one.body["data_path"])
-    reach_all = [one for one in workers if one.body["data_path"] == "Open"]
+    found = Counter(one.body.data_path for one in workers if one.body.data_path)
+    reach_all = [one for one in workers if one.body.data_path == "Open"]
     if not spec.agents.network_policy or spec.agents.host_network:
-        reach_all += [one for one in workers if one.body["data_path"] == "Bound"]
+        reach_all += [one for one in workers if one.body.data_path == "Bound"]
     if reach_all:
-        how = some(one.body["data_path"] for one in reach_all)
+        how = some(one.body.data_path for one in reach_all)
         text = f"data ports without authentication are {how}: {some(map(str, reach_all))}"
         way_out = "keep networkPolicy on and hostNetwork off with a CNI that enforces policies, or allow wires that need no port"
         return warning(section, check, text, way_out, _SECURITY)
@@ -199,37 +202,37 @@ def _links(workers: Sequence[_Worker]) -> Iterator[_Link]:
     """Yield the attached peers whose bytes take a wire."""
     where: dict[tuple[str, int, int, str], _Worker] = {}
     for one in workers:
-        for engine in one.body["engines"]:
-            where[engine["instance"], engine["layout"]["dp_rank"], engine["rank"], engine["memory"]] = one
+        for engine in one.body.engines:
+            where[engine.instance, engine.layout.dp_rank, engine.rank, engine.memory] = one
     for one in workers:
-        for peer in one.body["peers"]:
-            if peer["state"] == "attached" and needs_wire(peer["ways"]):
-                far = where.get((peer["instance"], peer["dp_rank"], peer["rank"], peer.get("memory", "device")))
+        for peer in one.body.pairs:
+            if peer.state == ATTACHED and needs_wire(peer.ways):
+                far = where.get((peer.instance, peer.dp_rank, peer.rank, peer.memory))
                 yield _Link(one, peer, far)
 
 
-def _wires(section: str, workers: Sequence[_Worker], answers: Sequence[tuple[AgentPod, Body]], spec: Spec) -> Line:
+def _wires(section: str, workers: Sequence[_Worker], answers: Answers, spec: Spec) -> Line:
     check = "wires"
     allowed = AllowedWires(tuple(wire.value for wire in spec.transfer.wires))
-    found = [(link, link.peer["wire"] or UNKNOWN_WIRE) for link in _links(workers)]
+    found = [(link, link.peer.wire or UNKNOWN_WIRE) for link in _links(workers)]
     barred = [f"{link} over {wire}" for link, wire in found if not allowed.holds(wire) and wire != UNKNOWN_WIRE]
     if barred:
         text = f"transfer.wires allows only {allowed}, and these have another wire, so that their rooms fail: {some(barred)}"
         way_out = "give the agents what an allowed wire needs (its NIC or GPUs), or allow the wire that was found"
         return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
     refused = [
-        f"{_Link(one, peer, None)}: {peer['error']}"
+        f"{_Link(one, peer, None)}: {peer.error}"
         for one in workers
-        for peer in one.body["peers"]
-        if peer["state"] != "lost" and peer.get("error")
+        for peer in one.body.pairs
+        if peer.state != "lost" and peer.error
     ]
-    devices = {agent.node: page.get("node_facts", {}).get("infiniband") or () for agent, page in answers}
+    devices = {agent.node: page.node_facts.infiniband if page.node_facts else () for agent, page in answers}
     give = f"transfer.wires allows only {allowed}: give the agents what that needs (its NIC or GPUs), or allow another wire, such as TCP"
     if refused:
         way_out = give if spec.transfer.wires else "see the logs of both agents"
         text = f"no bytes can be sent between these, so that their rooms fail: {some(refused)}"
         return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
-    told = all("node_facts" in page for _, page in answers)
+    told = all(page.node_facts for _, page in answers)
     if told and {wire.value for wire in spec.transfer.wires} == {"RDMA"} and not any(devices.values()):
         text = "no room can move: transfer.wires allows only RDMA, and agents see RDMA devices on no node"
         return error(section, check, text, give, _WIRES)
@@ -254,7 +257,7 @@ def _slower(link: _Link, wire: str, devices: Mapping[str, Sequence[str]]) -> str
     far = link.far
     if far is None:
         return ""
-    on_gpus = link.worker.body["device"] != "cpu" and far.body["device"] != "cpu"
+    on_gpus = link.worker.body.device != "cpu" and far.body.device != "cpu"
     if far.node == link.worker.node:
         if on_gpus and wire not in _GPU_WIRES:
             return "two GPUs of one node reach each other by CUDA IPC if they have peer access"
@@ -265,11 +268,7 @@ def _slower(link: _Link, wire: str, devices: Mapping[str, Sequence[str]]) -> str
 
 
 def _quarantine(section: str, workers: Sequence[_Worker]) -> Line:
-    shares = {
-        str(one): ring["held_bytes"] / ring["capacity_bytes"]
-        for one in workers
-        if (ring := one.body["ring"]) and ring["capacity_bytes"]
-    }
+    shares = {str(one): one.body.ring.held_share for one in workers if one.body.ring and one.body.ring.capacity_bytes}
     bad = [f"{name} ({share:.0%})" for name, share in shares.items() if share > QUARANTINE_SHARE]
     if bad:
         text = f"much of these rings is in quarantine, because lost writers may still write: {some(bad)}"
@@ -279,9 +278,9 @@ def _quarantine(section: str, workers: Sequence[_Worker]) -> Line:
 
 
 def _digests(section: str, workers: Sequence[_Worker]) -> Line:
-    bad = [f"{one}: {one.body['mismatch']}" for one in workers if one.body["mismatches"]]
+    bad = [f"{one}: {one.body.mismatch}" for one in workers if one.body.mismatches]
     if bad:
-        total = sum(one.body["mismatches"] for one in workers)
+        total = sum(one.body.mismatches for one in workers)
         text = f"the digests of {count(total, 'slab')} differed: {some(bad)}"
         way_out = "check the memory and the wire that the message names, and report it"
         return error(section, "digests", text, way_out, "docs/runbooks.md#longshoredigestsdiffer")
@@ -290,12 +289,12 @@ def _digests(section: str, workers: Sequence[_Worker]) -> Line:
 
 def _mps(section: str, workers: Sequence[_Worker]) -> Line:
     link = "docs/how-to/mps.md#see-whether-it-works"
-    on_gpus = [one for one in workers if one.body["device"] != "cpu"]
-    alone = [str(one) for one in on_gpus if one.body["mps"] is False]
+    on_gpus = [one for one in workers if one.body.device != "cpu"]
+    alone = [str(one) for one in on_gpus if one.body.mps is False]
     if alone:
         text = f"gpu.mps is true, and the GPU of these is not shared by MPS: {some(alone)}"
         return error(section, "mps", text, "start the daemon on these nodes", link)
-    unknown = [str(one) for one in on_gpus if one.body["mps"] is None]
+    unknown = [str(one) for one in on_gpus if one.body.mps is None]
     if unknown:
         text = f"gpu.mps is true, and the driver does not tell whether the GPU of these is shared: {some(unknown)}"
         return warning(section, "mps", text, "update the driver to CUDA 12.4 or newer", link)
@@ -307,12 +306,12 @@ def _mps(section: str, workers: Sequence[_Worker]) -> Line:
 
 def _peer_access(section: str, on_gpus: Sequence[_Worker]) -> Line:
     link = "docs/how-to/check.md#limits-of-a-node"
-    apart = [str(one) for one in on_gpus if one.body.get("peer_access") is False]
+    apart = [str(one) for one in on_gpus if one.body.peer_access is False]
     if apart:
         text = f"not all GPUs of the node can write the GPU's memory of these, so engines of one agent do not copy directly: {some(apart)}"
         way_out = "see `nvidia-smi topo -p2p w` there: IOMMU, ACS and virtual machines prevent peer access"
         return warning(section, "peer-access", text, way_out, link)
-    if unknown := [str(one) for one in on_gpus if one.body.get("peer_access") is None]:
+    if unknown := [str(one) for one in on_gpus if one.body.peer_access is None]:
         text = f"not checked: {some(unknown)} are of an earlier release and do not tell peer access"
         return warning(section, "peer-access", text, "update the agents", link)
     return ok(
@@ -322,31 +321,29 @@ def _peer_access(section: str, on_gpus: Sequence[_Worker]) -> Line:
     )
 
 
-def _limits(section: str, answers: Sequence[tuple[AgentPod, Body]], spec: Spec) -> list[Line]:
-    facts = {agent.node: page["node_facts"] for agent, page in answers if "node_facts" in page}
+def _limits(section: str, answers: Answers, spec: Spec) -> list[Line]:
+    facts = {agent.node: page.node_facts for agent, page in answers if page.node_facts}
     said = []
     if old := sorted({agent.node for agent, _ in answers} - facts.keys()):
         text = f"not checked on {some(old)}: agents of an earlier release do not tell the limits of their nodes"
         said.append(warning(section, "limits", text, "update them", _LIMITS))
     if not facts:
         return said
-    few = [
-        f"{node} ({found['descriptors']})" for node, found in facts.items() if found["descriptors"] < DESCRIPTORS_MIN
-    ]
+    few = [f"{node} ({found.descriptors})" for node, found in facts.items() if found.descriptors < DESCRIPTORS_MIN]
     said.append(
         warning(
             section, "descriptors", f"agents may open fewer than {DESCRIPTORS_MIN} files: {some(few)}",
             "raise the limit of the container runtime (LimitNOFILE)", _LIMITS,
         )
         if few
-        else ok(section, "descriptors", f"agents may open {min(f['descriptors'] for f in facts.values())} files or more")
+        else ok(section, "descriptors", f"agents may open {min(f.descriptors for f in facts.values())} files or more")
     )  # fmt: skip
     staging = max(spec.decode.staging.pool_size, spec.prefill.staging.lanes * spec.prefill.staging.buffer_size)
-    with_rdma = {node: found for node, found in facts.items() if found["infiniband"]}
+    with_rdma = {node: found for node, found in facts.items() if found.infiniband}
     locked = [
-        f"{node} ({found['memlock_bytes']} bytes)"
+        f"{node} ({found.memlock_bytes} bytes)"
         for node, found in with_rdma.items()
-        if found["memlock_bytes"] is not None and found["memlock_bytes"] < staging
+        if found.memlock_bytes is not None and found.memlock_bytes < staging
     ]
     if locked:
         text = (
@@ -359,15 +356,15 @@ def _limits(section: str, answers: Sequence[tuple[AgentPod, Body]], spec: Spec) 
     return [*said, _devices(section, answers, spec, facts)]
 
 
-def _devices(section: str, answers: Sequence[tuple[AgentPod, Body]], spec: Spec, facts: Mapping[str, Body]) -> Line:
-    gpus = {node: found["gpus"] for node, found in facts.items() if found["gpus"]}
+def _devices(section: str, answers: Answers, spec: Spec, facts: Mapping[str, NodeFacts]) -> Line:
+    gpus = {node: found.gpus for node, found in facts.items() if found.gpus}
     blind = [agent.node for agent, _ in answers if agent.node not in gpus and _asks_for_gpus(agent, spec)]
     if blind:
         text = f"the manifest gives agents access to GPUs, and these see none: {some(blind)}"
         way_out = "see the runtime of these nodes, and agents.gpuAccess"
         return warning(section, "devices", text, way_out, "docs/how-to/gpus.md#in-pods")
     seen = f"{sum(gpus.values())} GPUs on {some(gpus)}" if gpus else "no GPUs"
-    rdma = [node for node, found in facts.items() if found["infiniband"]]
+    rdma = [node for node, found in facts.items() if found.infiniband]
     return ok(section, "devices", f"agents see {seen}, and RDMA devices on {some(rdma) or 'no node'}")
 
 

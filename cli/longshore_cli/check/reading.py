@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from longshore_cli import agents, operator_deployments
+from longshore_cli.agent_report import Report, report_of
 from longshore_cli.check import before, definition
 from longshore_cli.check.after import After
 from longshore_cli.check.before import Before, Right, Subject, Tried
 from longshore_cli.check.operators import Lease
-from longshore_cli.check.pages import PAGE_FIELDS, WORKER_FIELDS, Reached
+from longshore_cli.check.pages import NEEDED, Reached
 from longshore_cli.cluster import (
     CONNECTIONS,
     AgentPod,
@@ -27,7 +28,7 @@ from longshore_cli.cluster import (
     UnavailableError,
 )
 from longshore_cli.operator_deployments import Operator
-from longshore_cli.status_pages import AgentPageError, AgentPages
+from longshore_cli.status_pages import AgentPages
 from longshore_cli.threads import Threads
 from longshore_wire import names
 
@@ -233,14 +234,8 @@ def _pod(host: Body) -> Body:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "longshore-check-"}, "spec": spec}
 
 
-def _status(agent: AgentPages) -> Body:
-    page = agent.page("/v1/status", fields=PAGE_FIELDS)
-    assert page is not None, "only a room can be unknown"
-    untold = {field for worker in page[0]["workers"] for field in WORKER_FIELDS if field not in worker}
-    if untold:
-        text = f"the agent at {agent.name} does not tell {', '.join(sorted(untold))} of its workers: update it"
-        raise AgentPageError(text)
-    return dict(page[0])
+def _status(agent: AgentPages) -> Report:
+    return report_of(agent.name, agent.status(), needed=NEEDED)
 
 
 def _troubled(deployments: Sequence[Body] | Exception, pods: Iterable[AgentPod]) -> set[str]:

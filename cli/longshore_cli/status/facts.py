@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from longshore_cli.agent_report import Report, Room
 from longshore_cli.faults import is_good
-from longshore_cli.status.report import Report, Room
 from longshore_cli.status.serving import Serving
 
 # Ready follows from these, which say why.

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import msgspec
 
 from longshore_cli import agents
+from longshore_cli.agent_report import Report, report_of, with_rates
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import AgentPod, Body, Cluster
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status import facts
 from longshore_cli.status.facts import Agent, Deployment
-from longshore_cli.status.report import Report, report_of, with_rates
 from longshore_cli.status.serving import serving
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_wire.errors import LongshoreError
@@ -85,9 +85,7 @@ class Reader:
 
 
 def _fetched(pages: AgentPages) -> Report:
-    found = pages.page("/v1/status", fields=("node", "workers"))
-    assert found is not None, "only a single room can be unknown"
-    return report_of(pages.name, found[0], MetricsPage(pages.text("/metrics")))
+    return report_of(pages.name, pages.status(), MetricsPage(pages.text("/metrics")))
 
 
 def _of_pod(pod: AgentPod, found: Report | LongshoreError) -> Agent:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from longshore_cli.agent_report import SOURCE, Engine, Pair, Report, Worker
 from longshore_cli.aligned import aligned
 from longshore_cli.status.facts import Agent, Condition, Deployment, oldest_room
-from longshore_cli.status.report import SOURCE, Engine, Pair, Report, Worker
 from longshore_cli.words import count, plain
 
 if TYPE_CHECKING:

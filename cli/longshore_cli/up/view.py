@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longshore_cli.agent_report import ATTACHED, Report, report_of, with_rates
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.status import live
-from longshore_cli.status.report import ATTACHED, Report, report_of, with_rates
 from longshore_cli.up.fleet import Fleet, Member
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError

@@ -13,6 +13,7 @@ from statistics import median
 from typing import TypeVar, get_args
 
 from longshore_cli import agents, cluster, up_directory
+from longshore_cli.agent_report import report_of
 from longshore_cli.arguments import ArgumentsError, duration, seconds, whole, wholes
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.threads import Threads
@@ -272,23 +273,23 @@ def _with_wires(measured: list[Measured], places: Sequence[Place], engines: Mapp
         if place.decode and place.name in engines and place.pages is not None
     }
     told: dict[Pair, tuple[str, str]] = {}
-    found = agents.answers(list(pages.values()), lambda page: page.page("/v1/status", fields=("workers",)))
+    found = agents.answers(list(pages.values()), lambda page: report_of(page.name, page.status()))
     if failures := [each for each in found if isinstance(each, LongshoreError)]:
         sys.stderr.write(f"longshore verify: {len(failures)} agents do not tell ways and wires: {failures[0]}\n")
     instances = {
         engine.started.prefill.instance: name for name, engine in engines.items() if engine.started.prefill is not None
     }
     for name, answer in zip(pages, found, strict=True):
-        if answer is None or isinstance(answer, LongshoreError):
+        if isinstance(answer, LongshoreError):
             continue
-        for worker in answer[0]["workers"]:
-            if worker["worker"].startswith(f"{engines[name].started.decode}/"):
-                for peer in worker["peers"]:
-                    if peer["instance"] in instances:
-                        ways = ",".join(peer["ways"]) or UNKNOWN
+        for worker in answer.workers:
+            if worker.name.startswith(f"{engines[name].started.decode}/"):
+                for pair in worker.pairs:
+                    if pair.instance in instances:
+                        ways = ",".join(pair.ways) or UNKNOWN
                         # Engines of one agent use no transport.
-                        wire = UNKNOWN if ways == "direct" else peer["wire"]
-                        told[instances[peer["instance"]], name] = ways, wire
+                        wire = UNKNOWN if ways == "direct" else pair.wire
+                        told[instances[pair.instance], name] = ways, wire
     return [
         replace(each, way=told[key][0], wire=told[key][1]) if (key := (each.prefill, each.decode)) in told else each
         for each in measured

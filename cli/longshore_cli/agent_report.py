@@ -1,11 +1,12 @@
-"""What an agent's pages say, with rates: the types of `longshore status` and of the view of `longshore up`. Pure.
+"""The types of an agent's `/v1/status`, with counts and rates: of `status`, `check`, `verify` and the view of `up`. Pure.
 
-The names are those of `/v1/status`. Fields that an agent does not tell have the defaults.
+The names are those of the page. Fields that an agent does not tell have the defaults, which `status` shows; `check` refuses
+a page without the fields that it judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -118,7 +119,14 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. `name` is the engine's instance and rank. Rates are sums over its pairs."""
+    """One worker. Rates are sums over its pairs.
+
+    Attributes:
+        name: the engine's instance and rank.
+        mps: its GPU is shared by MPS; None: it has none, or the driver does not tell.
+        peer_access: all GPUs of the node can write its GPU's memory; None: it has none, or that is not known.
+        data_path: the protection of its data ports; empty: it has none.
+    """
 
     name: str = msgspec.field(name="worker")
     pid: int = 0
@@ -128,6 +136,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     error: str = ""
     device: str = ""
+    mps: bool | None = None
+    peer_access: bool | None = None
+    data_path: str = ""
     sent_gb_per_s: float | None = None
     received_gb_per_s: float | None = None
     rooms_open: int = 0
@@ -155,12 +166,29 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
             yield f"worker {self.name}: {self.ring.held_share:.0%} of its ring is in quarantine"
 
 
+class Rank(msgspec.Struct, frozen=True):
+    """The address at which the worker of one engine rank listens for peers."""
+
+    address: str = ""
+
+
 class Instance(msgspec.Struct, frozen=True):
     """One replica of an engine instance. `complete`: all of its ranks have registered."""
 
     instance: str
     roles: tuple[str, ...] = ()
     complete: bool = True
+    ranks: tuple[Rank, ...] = ()
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """What an agent has on its node. None is no limit, or a limit that is not known."""
+
+    memlock_bytes: int | None = None
+    descriptors: int = 0
+    memory_limit_bytes: int | None = None
+    gpus: int = 0
+    infiniband: tuple[str, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +196,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         restarts: of its workers.
+        node_facts: None: an agent of an earlier release does not tell them.
         unready: why it is not ready, as "reason: message"; empty: it is.
         rooms_done, rooms_failed, failures: ended halves of rooms at its running workers; failures by reason.
     """
@@ -179,6 +208,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float = 0.0
     uptime_s: float = 0.0
     restarts: int = 0
+    node_facts: NodeFacts | None = None
     config: dict[str, str] = {}
     draining: bool = False
     dying: tuple[str, ...] = ()
@@ -213,12 +243,26 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 msgspec.json.Decoder(Report)
 
 
-def report_of(name: str, status: Mapping[str, Any], metrics: MetricsPage) -> Report:
-    """Return an agent's report without rates. Raises AgentPageError: the page is none of an agent."""
+def report_of(
+    name: str, status: Mapping[str, Any], metrics: MetricsPage | None = None, *, needed: Sequence[str] = ()
+) -> Report:
+    """Return an agent's report without rates.
+
+    Args:
+        status: its `/v1/status`, decoded.
+        metrics: its `/metrics`; None: the report has no ended rooms.
+        needed: paths of fields that the page must have, such as `workers.peers.wire`.
+    Raises:
+        AgentPageError: the page is none of an agent, or lacks a needed field.
+    """
     try:
         found = msgspec.convert(status, Report)
     except msgspec.ValidationError as error:
         raise AgentPageError(f"{name}/v1/status: {error}: is an agent of this release there?") from error
+    if untold := [path for path in needed if not _tells(status, path.split("."))]:
+        raise AgentPageError(f"the agent at {name} does not tell {', '.join(untold)}: update it")
+    if metrics is None:
+        return found
     outcomes = metrics.by("outcome", "longshore_rooms_total")
     reasons = metrics.by("reason", "longshore_rooms_total", outcome="failed")
     return msgspec.structs.replace(
@@ -227,6 +271,15 @@ def report_of(name: str, status: Mapping[str, Any], metrics: MetricsPage) -> Rep
         rooms_failed=int(outcomes.get("failed", 0)),
         failures={reason: int(count) for reason, count in sorted(reasons.items()) if count},
     )
+
+
+def _tells(found: Any, path: Sequence[str]) -> bool:
+    """Return whether there is something at a path below all items of a list. Below null nothing is missing."""
+    if isinstance(found, list):
+        return all(_tells(item, path) for item in found)
+    if not path or found is None:
+        return True
+    return path[0] in found and _tells(found[path[0]], path[1:])
 
 
 def with_rates(report: Report, before: Report | None) -> Report:
