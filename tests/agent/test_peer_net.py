@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 import pytest
+import zmq
 
 from longshore_agent.control.peer_net import PeerNet, Received, nobody
 from longshore_wire.effects import PeerId
@@ -108,7 +109,7 @@ def test_a_peer_that_asked_who_is_there_and_hung_up_does_not_end_us(nets):
     near = nets()
     received: list[Received] = []
     # As `receive` does with a message whose sender has gone before the read.
-    near._take(b"decode/0/0/2/1", PEER.encode(Ping(7, 1)), received, "127.0.0.1")
+    near._take(b"decode/0/0/2/1", zmq.Frame(PEER.encode(Ping(7, 1))), received)
     assert received == []
     assert near.counters["unsent"] == 1
 

@@ -219,7 +219,8 @@ class Session:
 
     def _repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
         """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
-        self._timers.set((room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))
+        times = min(1 << min(attempts, 30), BACKOFF_MAX) if attempts else 1
+        self._timers.set((room, peer), now_ns + self.config.retry_ns * times)
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
         """Handle the due time of a peer's heartbeat."""
@@ -343,7 +344,11 @@ class Session:
 
 
 class Timers(Generic[K]):
-    """Holds at most one deadline for each key; a new one replaces it. Time is an argument."""
+    """Holds at most one deadline for each key; a new one replaces it. Time is an argument.
+
+    Most deadlines are put off before they are due. Then the heap keeps the earlier one, which leads to the later one when
+    it is reached.
+    """
 
     def __init__(self) -> None:
         self._due_ns: dict[K, int] = {}
@@ -355,7 +360,10 @@ class Timers(Generic[K]):
 
     def set(self, key: K, due_ns: int) -> None:
         """Set the deadline of `key` to `due_ns`."""
+        before_ns = self._due_ns.get(key)
         self._due_ns[key] = due_ns
+        if before_ns is not None and before_ns <= due_ns:
+            return
         self._sequence += 1
         heapq.heappush(self._heap, (due_ns, self._sequence, key))
         if len(self._heap) > 64 + 4 * len(self._due_ns):
@@ -370,18 +378,24 @@ class Timers(Generic[K]):
     def pop(self, now_ns: int) -> list[K]:
         """Return the due keys, earliest first, and remove their deadlines."""
         due: list[K] = []
-        while self._heap and self._heap[0][0] <= now_ns:
-            due_ns, _, key = heapq.heappop(self._heap)
-            if self._due_ns.get(key) == due_ns:
-                del self._due_ns[key]
-                due.append(key)
+        while (next_ns := self.next_ns()) is not None and next_ns <= now_ns:
+            key = heapq.heappop(self._heap)[2]
+            del self._due_ns[key]
+            due.append(key)
         return due
 
     def next_ns(self) -> int | None:
         """Return the earliest deadline, or None."""
-        while self._heap and self._due_ns.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        while self._heap:
+            due_ns, number, key = self._heap[0]
+            current_ns = self._due_ns.get(key)
+            if current_ns == due_ns:
+                return due_ns
+            if current_ns is None or current_ns < due_ns:
+                heapq.heappop(self._heap)
+            else:
+                heapq.heapreplace(self._heap, (current_ns, number, key))
+        return None
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

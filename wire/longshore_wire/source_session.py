@@ -39,6 +39,9 @@ from longshore_wire.states import (
     SourceSlab,
 )
 
+# What targets send about a pair.
+_OF_PAIRS = (Claim, Grant, SlabAck, Abort, EndAck, Complete)
+
 
 class SourceSession(SourcePeers):
     """The prefill half of the core, one for each engine registration that prefills."""
@@ -168,7 +171,7 @@ class SourceSession(SourcePeers):
             self._on_ping(peer, message, now_ns)
             return
         known = self.peers.get(peer)
-        if known is None or not isinstance(message, Claim | Grant | SlabAck | Abort | EndAck | Complete):
+        if known is None or not isinstance(message, _OF_PAIRS):
             self._stale(message)
             return
         if not self._speaks_for(known, message.pair):

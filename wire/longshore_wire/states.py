@@ -11,7 +11,13 @@ from enum import Enum
 from typing import TypeVar
 
 
-class SourceSlab(Enum):
+class _Step(Enum):
+    """A state or an event. Its identity is its hash, since Enum's own is a Python function, and each step looks two up."""
+
+    __hash__ = object.__hash__
+
+
+class SourceSlab(_Step):
     """A slab as its source sees it."""
 
     WAITING = "waiting"  # for tokens, or for a grant
@@ -23,7 +29,7 @@ class SourceSlab(Enum):
     DROPPED = "dropped"
 
 
-class SourceEvent(Enum):
+class SourceEvent(_Step):
     """Events of a slab at its source."""
 
     BEGIN = "begin"
@@ -50,7 +56,7 @@ SOURCE_SLAB: Mapping[tuple[SourceSlab, SourceEvent], SourceSlab] = {
 SOURCE_BUSY = frozenset({SourceSlab.WRITING, SourceSlab.CONFIRMED, SourceSlab.DRAINING})
 
 
-class TargetSlab(Enum):
+class TargetSlab(_Step):
     """A slab as its target sees it."""
 
     WANTED = "wanted"
@@ -62,7 +68,7 @@ class TargetSlab(Enum):
     FREED = "freed"
 
 
-class TargetEvent(Enum):
+class TargetEvent(_Step):
     """Events of a slab at its target."""
 
     GRANT = "grant"
@@ -89,7 +95,7 @@ TARGET_SLAB: Mapping[tuple[TargetSlab, TargetEvent], TargetSlab] = {
 }
 
 
-class SourcePairState(Enum):
+class SourcePairState(_Step):
     """A pair as its source sees it."""
 
     OPEN = "open"
@@ -99,7 +105,7 @@ class SourcePairState(Enum):
     CLOSED = "closed"  # the target has our confirmation that no write is open, or is gone
 
 
-class SourcePairEvent(Enum):
+class SourcePairEvent(_Step):
     """Events of a pair at its source."""
 
     GIVE_UP = "give up"  # this side fails the room
@@ -123,7 +129,7 @@ SOURCE_PAIR: Mapping[tuple[SourcePairState, SourcePairEvent], SourcePairState] =
 }
 
 
-class TargetPairState(Enum):
+class TargetPairState(_Step):
     """A pair as its target sees it."""
 
     WAITING = "waiting"  # not claimed yet: the source or its wire is unknown
@@ -134,7 +140,7 @@ class TargetPairState(Enum):
     CLOSED = "closed"  # aborted; its writer will not write any more
 
 
-class TargetPairEvent(Enum):
+class TargetPairEvent(_Step):
     """Events of a pair at its target."""
 
     CLAIM = "claim"
@@ -160,7 +166,7 @@ TARGET_PAIR: Mapping[tuple[TargetPairState, TargetPairEvent], TargetPairState] =
 }
 
 
-class SourceRoomState(Enum):
+class SourceRoomState(_Step):
     """A room as its prefill rank sees it."""
 
     CLAIMED = "claimed"  # claimed by a target; our engine has not offered it
@@ -170,7 +176,7 @@ class SourceRoomState(Enum):
     ENDED = "ended"
 
 
-class SourceRoomEvent(Enum):
+class SourceRoomEvent(_Step):
     """Events of a room at its prefill rank."""
 
     OFFER = "offer"
@@ -190,7 +196,7 @@ SOURCE_ROOM: Mapping[tuple[SourceRoomState, SourceRoomEvent], SourceRoomState] =
 }
 
 
-class TargetRoomState(Enum):
+class TargetRoomState(_Step):
     """A room as its decode rank sees it."""
 
     OPEN = "open"  # our engine waits for its end
@@ -200,7 +206,7 @@ class TargetRoomState(Enum):
     ENDED = "ended"
 
 
-class TargetRoomEvent(Enum):
+class TargetRoomEvent(_Step):
     """Events of a room at its decode rank."""
 
     FINISH = "finish"

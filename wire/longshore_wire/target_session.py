@@ -45,6 +45,8 @@ from longshore_wire.target_peers import TargetPeers
 
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
+# What sources send about a pair.
+_OF_PAIRS = (Demand, SlabReady, Abort, EndAck)
 
 
 class TargetSession(TargetPeers):
@@ -169,7 +171,7 @@ class TargetSession(TargetPeers):
             self._hear_parting(known, message, now_ns)
         elif isinstance(message, WireFound):
             self._on_wire_found(known, message, now_ns)
-        elif not isinstance(message, Demand | SlabReady | Abort | EndAck) or not self._speaks_for(known, message.pair):
+        elif not isinstance(message, _OF_PAIRS) or not self._speaks_for(known, message.pair):
             self._stale(message)
         else:
             known.heard_ns = now_ns
@@ -305,8 +307,7 @@ class TargetSession(TargetPeers):
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
-        found, wanted = len(ready.digests), digests_bytes(pair.route, self.config.layout)
-        if room.digest and found != wanted:
+        if room.digest and (found := len(ready.digests)) != (wanted := digests_bytes(pair.route, self.config.layout)):
             reason, text = Reason.MALFORMED_MESSAGE, f"has sent {found} bytes of digests instead of {wanted}"
             if not found:
                 reason, text = Reason.UNSUPPORTED, "has sent no digests, which the room asks for: update its agent"

@@ -197,7 +197,7 @@ class PeerNet:
                 self._router.recv_multipart()
                 self.counters["refused.MALFORMED_MESSAGE"] += 1
                 continue
-            self._take(route, frame.bytes, received, str(frame["Peer-Address"]))
+            self._take(route, frame, received)
         for dealer, dialled in [item for item in self._dialled.items() if item[0] in ready]:
             for _ in range(MESSAGES_PER_TURN_MAX):
                 try:
@@ -266,14 +266,14 @@ class PeerNet:
             self._admit_host(dealer, dialled.host)
         received.append(Received(Half.TARGET, dialled.peer, message))
 
-    def _take(self, route: bytes, data: bytes, received: list[Received], address: str) -> None:
+    def _take(self, route: bytes, frame: zmq.Frame, received: list[Received]) -> None:
         """Handle a message of a target worker."""
-        message = self._decode(data)
+        message = self._decode(frame.bytes)
         if message is None:
             return
         peer = self._peers.get(route)
         if isinstance(message, Attach):
-            peer = self._learn_route(route, message, address)
+            peer = self._learn_route(route, message, str(frame["Peer-Address"]))
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):

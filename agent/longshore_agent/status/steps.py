@@ -126,7 +126,7 @@ class StepLog:
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
         end_ns = time.monotonic_ns()
-        shared = self._shared(key)
+        shared = self._keys.get(key) or self._shared(key)
         if shared is not None:
             self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
         self._begun_ns = end_ns
