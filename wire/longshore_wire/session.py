@@ -32,7 +32,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Session:
-    """State and methods of both halves. The subclasses define `half`, `rooms` and `cancel`."""
+    """State and methods of both halves. The subclasses define `half`, `rooms` and `cancel`.
+
+    Attributes:
+        identity: by which peers know this worker.
+    """
 
     half: ClassVar[Half]
     rooms: Mapping[RoomKey, SourceRoom | TargetRoom]
@@ -40,6 +44,7 @@ class Session:
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         config.layout.check()
         self.config = config
+        self.identity = PeerId.of(config)
         self.peers: dict[PeerId, Peer] = {}
         self.ended: OrderedDict[RoomKey, Ended] = OrderedDict()
         self.counters: Counter[str] = Counter()
@@ -60,11 +65,6 @@ class Session:
     def rank(self) -> int:
         """This worker's rank within its replica."""
         return self.config.layout.rank
-
-    @property
-    def identity(self) -> PeerId:
-        """The identity by which peers know this worker."""
-        return PeerId.of(self.config)
 
     def wire_fault(self, known: Peer) -> str:
         """Return why no transport may connect a peer with this worker; empty if one may or the wire is unknown."""
