@@ -10,6 +10,8 @@ import random
 import re
 import socket
 import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
@@ -20,10 +22,10 @@ LIMIT_S = 3.0
 UNMAPPED = 0x10
 
 
-def connect(source: str, host: str, port: int) -> socket.socket | None:
+def connect(source: str, host: str, port: int, limit_s: float = LIMIT_S) -> socket.socket | None:
     """Connect from an address of this machine; return None if the connection is not accepted."""
-    caller = socket.socket()
-    caller.settimeout(LIMIT_S)
+    caller = socket.socket(socket.AF_INET6 if ":" in source else socket.AF_INET)
+    caller.settimeout(limit_s)
     try:
         caller.bind((source, 0))
         caller.connect((host, port))
@@ -31,6 +33,19 @@ def connect(source: str, host: str, port: int) -> socket.socket | None:
         caller.close()
         return None
     return caller
+
+
+def reaching(host: str, ports: Sequence[int], *sources: str, limit_s: float = LIMIT_S) -> list[str]:
+    """Return the source address of each accepted connection, of one from each source to each port.
+
+    All connect concurrently, since each dropped packet takes the whole limit. Their threads inherit the network of the caller.
+    """
+    calls = [(source, port) for source in sources for port in ports]
+    with ThreadPoolExecutor(len(calls)) as callers:
+        found = list(callers.map(lambda call: connect(call[0], host, call[1], limit_s), calls))
+    for caller in filter(None, found):
+        caller.close()
+    return [source for (source, _), caller in zip(calls, found, strict=True) if caller is not None]
 
 
 def put(caller: socket.socket, address: int, data: bytes) -> None:

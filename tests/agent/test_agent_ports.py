@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import intruder
 import pytest
 from agent_fleet import World
 from agent_world import Agent, Engine, Request, memory_name, wait_for
-from intruder import UNMAPPED
+from intruder import UNMAPPED, reaching
 from open_ports import listening
 from own_network import HERE, STRANGER, STRANGER_THERE, THERE, there
 from transport_peer import strike
@@ -154,7 +155,7 @@ def test_strangers_reach_no_data_port_and_attached_peers_do_as_long_as_they_are_
             worker = worker_of(agent, engine)
             assert worker["data_path"] == "Filtered"
             ports = [port["port"] for port in worker["data_ports"]]
-            assert not any(strangers_reach(agent, port) for port in ports)
+            assert strangers_reach(agent, ports) == []
             wait_for(
                 lambda side=(agent, engine): all(port["refused"] > 0 for port in worker_of(*side)["data_ports"]),
                 what="the refusals to be told",
@@ -162,9 +163,9 @@ def test_strangers_reach_no_data_port_and_attached_peers_do_as_long_as_they_are_
             assert agent.metric("longshore_data_port_refusals_total") >= len(ports)
             assert agent.metric("longshore_data_ports", protection="Filtered") == len(ports)
         ports = [port["port"] for port in worker_of(place.decode, place.target)["data_ports"]]
-        assert all(reached(HERE, THERE, port) for port in ports)
+        assert reaching(THERE, ports, HERE) == [HERE] * len(ports)
         place.source.client.close()
-        wait_for(lambda: not any(reached(HERE, THERE, port) for port in ports))
+        wait_for(lambda: not reaching(THERE, ports, HERE))
 
 
 @pytest.mark.own_network
@@ -172,12 +173,18 @@ def test_a_stranger_writes_into_no_kv_page_of_an_agent_over_ucx_and_ends_no_work
     with placed(tmp_path, "NIXL", (HERE, THERE)) as place:
         worker = worker_of(place.decode, place.target)
         address = intruder.mapped_pages(worker["pid"], memory_name("target"))
-        for port in worker["data_ports"]:
-            for where, data in ((address, b"INTRUDER" * 64), (UNMAPPED, b"x")):
-                caller = intruder.connect(STRANGER, THERE, port["port"])
-                if caller is not None:
-                    with caller:
-                        intruder.put(caller, where, data)
+        writes = ((address, b"INTRUDER" * 64), (UNMAPPED, b"x"))
+
+        def write(attack: tuple[int, tuple[int, bytes]]) -> None:
+            port, (where, data) = attack
+            caller = intruder.connect(STRANGER, THERE, port)
+            if caller is not None:
+                with caller:
+                    intruder.put(caller, where, data)
+
+        attacks = [(port["port"], each) for port in worker["data_ports"] for each in writes]
+        with ThreadPoolExecutor(len(attacks)) as attackers:
+            list(attackers.map(write, attacks))
         moves(place)
         assert place.target.intact()
         assert worker_of(place.decode, place.target)["pid"] == worker["pid"]
@@ -261,16 +268,11 @@ def completes(place: Place) -> bool:
     return {end.kind for end in each.ends()} == {RoomEventKind.DONE}
 
 
-def reached(source: str, host: str, port: int) -> bool:
-    caller = intruder.connect(source, host, port)
-    if caller is not None:
-        caller.close()
-    return caller is not None
-
-
-def strangers_reach(agent: Agent, port: int) -> bool:
-    """Return whether an address without a peer can connect."""
-    return there(reached, STRANGER_THERE, HERE, port) if HERE in agent.http else reached(STRANGER, THERE, port)
+def strangers_reach(agent: Agent, ports: list[int]) -> list[str]:
+    """Return the address without a peer for each port to which it can connect."""
+    if HERE in agent.http:
+        return there(reaching, HERE, ports, STRANGER_THERE)
+    return reaching(THERE, ports, STRANGER)
 
 
 def send_junk(place: Place, kind: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
 
 import pytest
+from intruder import reaching
 from open_ports import listening
 from own_network import (
     ALSO_HERE,
@@ -32,7 +34,7 @@ from longshore_agent.transports.own_network import interface_of, numeric
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS
 
-# Long enough for an answer of this machine. A dropped packet gets no answer, so each one takes this long.
+# Long enough for an answer of this machine. A dropped packet gets no answer, so each attempt takes this long.
 ANSWER_LIMIT_S = 1.5
 BACKENDS = ("NIXL", "Mooncake")
 RDMA = ("mlx5_0:1",)
@@ -40,13 +42,7 @@ RDMA = ("mlx5_0:1",)
 
 def reaches(source: str, target: str, port: int) -> bool:
     """Whether one address of this machine can connect to another."""
-    family = socket.AF_INET6 if ":" in source else socket.AF_INET
-    with socket.socket(family) as caller, contextlib.suppress(TimeoutError, ConnectionRefusedError):
-        caller.settimeout(ANSWER_LIMIT_S)
-        caller.bind((source, 0))
-        caller.connect((target, port))
-        return True
-    return False
+    return reaching(target, [port], source, limit_s=ANSWER_LIMIT_S) != []
 
 
 @contextlib.contextmanager
@@ -184,19 +180,19 @@ def test_exactly_attached_peers_connect_and_none_before_the_first(backend):
         assert {port.protection for port in found} == {Protection.FILTERED}
         numbers = [port.port for port in found]
 
-        def reaching(*sources: str) -> list[str]:
-            return [source for source in sources for port in numbers if there(reaches, source, HERE, port)]
+        def reach(*sources: str) -> list[str]:
+            return there(functools.partial(reaching, limit_s=ANSWER_LIMIT_S), HERE, numbers, *sources)
 
-        assert reaching(THERE, STRANGER_THERE) == []
+        assert reach(THERE, STRANGER_THERE) == []
         ports.admit([THERE])
-        assert reaching(THERE, STRANGER_THERE) == [THERE] * len(numbers)
+        assert reach(THERE, STRANGER_THERE) == [THERE] * len(numbers)
         ports.admit([THERE, STRANGER_THERE])
-        assert reaching(THERE, STRANGER_THERE) == [THERE] * len(numbers) + [STRANGER_THERE] * len(numbers)
+        assert reach(THERE, STRANGER_THERE) == [THERE] * len(numbers) + [STRANGER_THERE] * len(numbers)
         ports.admit([STRANGER_THERE])
-        assert reaching(THERE) == []
+        assert reach(THERE) == []
         assert all(port.refused_count > 0 for port in ports.describe())
         # Between two addresses of one machine, a socket that is not bound connects from the target address.
-        assert not any(reaches(HERE, HERE, port) for port in numbers)
+        assert reaching(HERE, numbers, HERE, limit_s=ANSWER_LIMIT_S) == []
         ports.admit([ALSO_HERE])
         assert all(reaches(HERE, HERE, port) for port in numbers)
 
