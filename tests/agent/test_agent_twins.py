@@ -17,7 +17,8 @@ from longshore_wire.errors import Reason
 
 @pytest.fixture
 def place(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("twins"), LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="4")
+    # Each refused room ends after one timeout. A peer whose process is found has four times as long.
+    world = World(tmp_path_factory.mktemp("twins"), LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="2")
     left, right = world.agent("left"), world.agent("right")
     prefill = world.engine(left, "prefill", 2)
     older = world.engine(left, "twin", roles=[Half.TARGET]).result()
