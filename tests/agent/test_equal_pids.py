@@ -69,7 +69,7 @@ def in_own_namespace(pid: int, program: str, *arguments: str) -> str:
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     """An agent with a worker on a GPU; only the worker's process is real."""
     monkeypatch.setattr(reception, "_DRIVER_FILE", Path("/dev/null"))
-    found = Supervisor(Settings(deployment="tests/pids", run_directory=str(tmp_path)))
+    found = Supervisor(Settings(deployment="tests/pids", run_directory=str(tmp_path), ring_bytes=8 << 20, drain_s=0))
     hello = Hello(ENGINE_PROTOCOL_VERSION, "other", LAYOUT, GPU, (Half.SOURCE,))
     process = subprocess.Popen(["sleep", "1000"])
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,6 +86,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Superviso
     )
     found._slots[slot.key] = slot
     found._selector.register(slot.link, selectors.EVENT_READ, lambda: found._on_link(slot))
+    found._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: found._on_exit(slot))
     thread = threading.Thread(target=found.run)
     thread.start()
     yield found
