@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator
 
 import own_network
@@ -17,10 +18,26 @@ def judge(request: pytest.FixtureRequest) -> Iterator[SceneJudge | WrongJudge]:
     """Yield the judge of a test's row in the fault table. The test fails unless it has compared the whole row."""
     row, transport = request.param
     found = SceneJudge(row, transport) if isinstance(row, Scene) else WrongJudge(row)
+    with _compared_by(request, found):
+        yield found
+
+
+@pytest.fixture
+def judges(request: pytest.FixtureRequest) -> Iterator[dict[str, SceneJudge]]:
+    """Yield the judges of a test's scene by transport, as `judge` does."""
+    scene, transports = request.param
+    found = {transport: SceneJudge(scene, transport) for transport in transports}
+    with _compared_by(request, *found.values()):
+        yield found
+
+
+@contextlib.contextmanager
+def _compared_by(request: pytest.FixtureRequest, *judges: SceneJudge | WrongJudge) -> Iterator[None]:
+    """Check after a test that passes that it has compared everything."""
     failed_count = request.session.testsfailed
-    yield found
+    yield
     if request.session.testsfailed == failed_count:
-        assert not found.left(), "the test has not compared its whole row"
+        assert not any(judge.left() for judge in judges), "the test has not compared its whole row"
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Compares the observations of fault tests with the rows of `fault_table`, and records which rows have tests.
 
-A test of rows is marked with `carries` and gets a `judge`. It fails unless it compares every field of every row, so every
-row is tested.
+A test of rows is marked with `carries` and gets a `judge`, or with `carries_at_once` and gets `judges`. It fails unless it
+compares every field of every row, so every row is tested.
 """
 
 from __future__ import annotations
@@ -32,6 +32,19 @@ def carries(*rows: Scene | Wrong, over: Sequence[str] = (LOOPBACK,)) -> Callable
         for row, transport in judges:
             CARRIED.setdefault((row.name, transport), []).append(test.__name__)
         return pytest.mark.parametrize("judge", judges, indirect=True, ids=names)(test)
+
+    return mark
+
+
+def carries_at_once(*scenes: Scene, over: Sequence[str]) -> Callable[[Test], Test]:
+    """Run a test once for each of `scenes`, with `judges` of it by transport: one for each of `over`."""
+
+    def mark(test: Test) -> Test:
+        for scene in scenes:
+            for transport in over:
+                CARRIED.setdefault((scene.name, transport), []).append(test.__name__)
+        values, names = [(scene, over) for scene in scenes], [scene.name for scene in scenes]
+        return pytest.mark.parametrize("judges", values, indirect=True, ids=names)(test)
 
     return mark
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from agent_world import EVENT_LIMIT_S, holders_of, is_worker, wait_for, wait_for_none
@@ -188,6 +189,25 @@ def play(place: Place, judge: SceneJudge, strike: Callable[[Stages], Strike], *,
         for engine in struck.values():
             engine.close()
     _is_as_before(place, scene.kept_descriptors + LIBRARY_KEEPS[judge.transport])
+
+
+def play_at_once(
+    places: Mapping[str, Place],
+    judges: Mapping[str, SceneJudge],
+    strike: Callable[[Stages], Strike],
+    *,
+    dooms: bool = False,
+) -> None:
+    """Play one scene over several transports concurrently, for scenes that mostly wait for the same timeout over each."""
+    with ThreadPoolExecutor(len(judges)) as players:
+        playing = {
+            transport: players.submit(play, places[transport], judge, strike, dooms=dooms)
+            for transport, judge in judges.items()
+        }
+    for transport, played in playing.items():
+        if (error := played.exception()) is not None:
+            error.add_note(f"over {transport}")
+            raise error
 
 
 class Beside:

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 from agent_fleet import World
 from fault_engine import Actor
-from fault_judge import carries
+from fault_judge import carries, carries_at_once
 from fault_scene import SETTINGS, Place
-from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play, stop_engine, stop_worker
+from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play, play_at_once, stop_engine, stop_worker
 from fault_table import MOONCAKE, NIXL, NIXL_ALONE, scenes
 
 from longshore_wire.engine_messages import Half
@@ -66,11 +66,6 @@ def place(places, judge) -> Place:
     return places[judge.transport]
 
 
-@pytest.fixture
-def leased(leased_places, judge) -> Place:
-    return leased_places[judge.transport]
-
-
 @carries(*scenes("engine killed"), over=TRANSPORTS)
 def test_what_a_killed_engine_had_open_ends_by_name_at_the_other_side(place, judge):
     play(place, judge, kill_engine, dooms=True)
@@ -91,16 +86,16 @@ def test_a_cancelled_room_ends_on_both_sides_whatever_its_stage(place, judge):
     play(place, judge, cancel)
 
 
-@carries(scenes("peer silent")[0], over=TRANSPORTS)
-def test_what_was_open_with_a_prefill_worker_that_says_nothing_ends_on_both_sides(place, judge):
-    play(place, judge, stop_worker)
+@carries_at_once(scenes("peer silent")[0], over=TRANSPORTS)
+def test_what_was_open_with_a_prefill_worker_that_says_nothing_ends_on_both_sides(places, judges):
+    play_at_once(places, judges, stop_worker)
 
 
-@carries(scenes("peer silent")[1], over=(NIXL_ALONE, MOONCAKE))
-def test_what_was_open_with_a_decode_worker_that_says_nothing_ends_on_both_sides(place, judge):
-    play(place, judge, stop_worker)
+@carries_at_once(scenes("peer silent")[1], over=(NIXL_ALONE, MOONCAKE))
+def test_what_was_open_with_a_decode_worker_that_says_nothing_ends_on_both_sides(places, judges):
+    play_at_once(places, judges, stop_worker)
 
 
-@carries(*scenes("engine stopped"), over=TRANSPORTS)
-def test_what_a_stopped_engine_had_open_ends_by_its_lease_on_both_sides(leased, judge):
-    play(leased, judge, stop_engine, dooms=True)
+@carries_at_once(*scenes("engine stopped"), over=TRANSPORTS)
+def test_what_a_stopped_engine_had_open_ends_by_its_lease_on_both_sides(leased_places, judges):
+    play_at_once(leased_places, judges, stop_engine, dooms=True)
