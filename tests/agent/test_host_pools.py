@@ -241,9 +241,10 @@ def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(ma
 
     before = found()
     assert set(before) == {"target/0/0", "target/0/0/host"}
+    wait_for(lambda: place.prefill.room(room, Half.SOURCE), what="prefill to have heard of the claim")
     os.kill(before[f"target/0/0{suffix}"]["pid"], signal.SIGKILL)
     place.moves(TargetMemory(1 - lost), 130)
-    # Prefill had heard of the claim, so it ends with the worker that made it.
+    # Otherwise the claim would be repeated to the next worker.
     assert rank.client.wait(room, Half.TARGET, timeout_s=EVENT_LIMIT_S).reason is Reason.PEER_LOST
     wait_for(lambda: rank.client.connected and len(found()) == 2)
     after = found()
