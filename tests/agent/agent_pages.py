@@ -6,7 +6,6 @@ worker has answered for it, so that a test may look once at what has happened.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
@@ -47,8 +46,10 @@ class AgentPages:
         """Return the status page, once each worker that runs has answered the agent for it."""
         end_s = time.monotonic() + LATE_LIMIT_S
         while True:
+            begun_s = time.monotonic()
             found: dict[str, Any] = self.get("/v1/status")
-            if not any(map(_is_late, found["workers"])) or time.monotonic() > end_s:
+            now_s = time.monotonic()
+            if not any(_is_late(worker, now_s - begun_s) for worker in found["workers"]) or now_s > end_s:
                 return found
 
     def worker(self, instance: str, rank: int = 0) -> dict[str, Any] | None:
@@ -60,14 +61,16 @@ class AgentPages:
         """Return the page of a room, once each worker has answered the agent for it; None if the room is unknown."""
         end_s = time.monotonic() + LATE_LIMIT_S
         while True:
-            self.status()
+            workers = self.status()["workers"]
             status, body = self.ask(f"/v1/rooms/{room}")
             if status == 404:
                 return None
             page: dict[str, Any] = json.loads(body)
-            # The agent waits for its workers for this long, and then answers without those that are late.
+            # The agent waits for its workers for this long, and then answers without those that are late. It always waits
+            # for one that is stopped.
             taken_s = (page["clock"]["answered_ns"] - page["clock"]["received_ns"]) / 1e9
-            if taken_s < _ANSWER_LIMIT_S or time.monotonic() > end_s:
+            stopped = any(worker["state"] == "ready" and _is_stopped(worker) for worker in workers)
+            if taken_s < _ANSWER_LIMIT_S or stopped or time.monotonic() > end_s:
                 return page
 
     def room(self, room: int, half: Half, instance: str | None = None) -> dict[str, Any] | None:
@@ -104,10 +107,17 @@ class AgentPages:
         return found
 
 
-def _is_late(worker: dict[str, Any]) -> bool:
-    """Whether a status page shows a worker as it last was, although it can answer: it is ready, and not stopped."""
-    if worker["state"] != "ready" or worker["silent_s"] <= _ANSWER_LIMIT_S:
-        return False
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{worker['pid']}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ"
-    return False
+def _is_late(worker: dict[str, Any], taken_s: float) -> bool:
+    """Whether a status page, which took this long, shows a worker as it last was, although the worker can answer.
+
+    It can answer if it is ready and not stopped. While another one is stopped, each page takes as long as the agent waits.
+    """
+    return worker["state"] == "ready" and worker["silent_s"] > taken_s and not _is_stopped(worker)
+
+
+def _is_stopped(worker: dict[str, Any]) -> bool:
+    """Whether a worker's process is stopped, or has ended."""
+    try:
+        return Path(f"/proc/{worker['pid']}/stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+    except OSError:
+        return True
