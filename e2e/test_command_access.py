@@ -102,7 +102,7 @@ def test_addresses_and_a_deployment_are_not_named_together(capsys: pytest.Captur
     line = said(capsys, "llama", "--agent", "http://127.0.0.1:1", status=2)
     assert line == "--agent names agents without a cluster: leave out the deployment, or --agent"
     line = said(capsys, "--token-file", "token", status=2)
-    assert line == "--token-file and --authority are for agents that --agent names: give --agent"
+    assert line == "--token-file and --authority are for agents without a cluster: give --agent"
 
 
 def test_a_kubeconfig_that_trusts_any_certificate_makes_no_warnings(
