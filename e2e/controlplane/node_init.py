@@ -1,7 +1,8 @@
 """The first process of a real node: prepares its mounts and cgroups, and runs containerd, kube-proxy and kubelet.
 
 A program of its own, started by `real_node` and isolated from this tree: it knows only the standard library.
-`enter FILE` joins the node's cgroups and starts `init FILE` in new namespaces. If a program of the node ends, the node ends.
+`enter FILE` joins the node's cgroups and starts `init FILE` in new namespaces. If a program of the node ends, the node ends,
+except for its kubelet in the first minute.
 """
 
 from __future__ import annotations
