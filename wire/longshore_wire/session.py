@@ -219,8 +219,7 @@ class Session:
 
     def _repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
         """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
-        times = min(1 << min(attempts, 30), BACKOFF_MAX) if attempts else 1
-        self._timers.set((room, peer), now_ns + self.config.retry_ns * times)
+        self._timers.set((room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
         """Handle the due time of a peer's heartbeat."""

@@ -126,16 +126,20 @@ class StepLog:
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
         end_ns = time.monotonic_ns()
-        shared = self._keys.get(key) or self._shared(key)
+        shared = self._shared(key)
         if shared is not None:
             self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
         self._begun_ns = end_ns
 
     def _shared(self, key: PairKey | RoomKey) -> PairKey | RoomKey | None:
         """Return the key that all steps of it share; None: its instance's name is too long to keep."""
+        known = self._keys.get(key)
+        if known is not None:
+            return known
         instance = key.key.instance if isinstance(key, PairKey) else key.instance
         if len(instance) > _NAME_CHARACTERS_MAX:
             return None
         if len(self._keys) >= _KEYS_MAX:
             self._keys.clear()
-        return self._keys.setdefault(key, key)
+        self._keys[key] = key
+        return key
