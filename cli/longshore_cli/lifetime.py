@@ -23,6 +23,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A killed process ends within milliseconds unless it is stuck in the kernel.
 _SWEEP_LIMIT_S = 10.0
 _LOOK_S = 0.01
+# Python loses a signal that arrives between its last look for signals and the system call of a wait. The signal then
+# interrupts nothing, so it is sent again until the main thread has handled it.
+_REPEAT_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A thread of this process sends this signal to interrupt any wait of the main thread.
 _PART_ENDED = signal.SIGUSR1
@@ -100,6 +103,7 @@ class Watch:
         self.lost: PartEndedError | None = None
         self._parts: dict[int, _Part] = {}
         self._lock = threading.Lock()
+        self._raised = threading.Event()
         self._poller = select.epoll()
         self._end = os.eventfd(0)
         self._poller.register(self._end, select.EPOLLIN)
@@ -126,8 +130,15 @@ class Watch:
         self._poller.register(pidfd, select.EPOLLIN)
         return lambda: self._forget(pidfd)
 
+    def raised(self) -> PartEndedError:
+        """Return the error to raise. Called by the handler of the signal."""
+        assert self.lost is not None
+        self._raised.set()
+        return self.lost
+
     def close(self) -> None:
         """Stop the thread."""
+        self._raised.set()
         os.eventfd_write(self._end, 1)
         self._thread.join()
         for pidfd in list(self._parts):
@@ -160,6 +171,8 @@ class Watch:
                     return
                 if self._note(descriptor):
                     signal.pthread_kill(main_thread, _PART_ENDED)
+                    while not self._raised.wait(_REPEAT_S):
+                        signal.pthread_kill(main_thread, _PART_ENDED)
                     return
 
 
@@ -174,8 +187,7 @@ def parts_watched() -> Iterator[Watch]:
 
     def raise_once(_number: int, _frame: FrameType | None) -> None:
         _ignore_more()
-        assert watch.lost is not None
-        raise watch.lost
+        raise watch.raised()
 
     before = signal.signal(_PART_ENDED, raise_once)
     try:

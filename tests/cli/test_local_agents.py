@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -228,3 +229,27 @@ def test_a_part_that_was_waited_for_first_is_named_with_how_it_ended() -> None:
 
     with pytest.raises(PartEndedError, match=r"^the part ended with -9$"):
         lose()
+
+
+def test_a_signal_that_interrupts_no_wait_is_sent_again() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    lost: list[object] = []
+
+    def lose() -> None:
+        with interrupts_raised(), parts_watched() as watch:
+            handler = signal.getsignal(signal.SIGUSR1)
+
+            def lose_once(number: int, frame: FrameType | None) -> None:
+                lost.append(number)
+                signal.signal(signal.SIGUSR1, handler)
+
+            signal.signal(signal.SIGUSR1, lose_once)
+            watch.add(child.pid, "the part")
+            child.kill()
+            threading.Event().wait(LIMIT_S)
+            lost.append("the wait was not interrupted")
+
+    with pytest.raises(PartEndedError, match=r"^the part ended with -9$"):
+        lose()
+    child.wait()
+    assert lost == [signal.SIGUSR1]
