@@ -12,7 +12,7 @@ SHELL := /bin/bash
 # Tests start hundreds of processes. Without cached bytecode, which images of Python often switch off, each of them compiles all
 # modules again: an agent's start takes more than twice the processor time.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
+.PHONY: help install demo test test-all layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,11 +37,14 @@ install: $(STAMP) ## create .venv with the requirements of all other targets
 demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this machine and compare every byte and token
 	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
-test: install ## run all tests
-	.ci/test $(BIN)/python
+test: install ## run the tests, in ten minutes on two idle cores; TESTS="tests/wire -k ring" runs some
+	.ci/test $(BIN)/python --rest none $(TESTS)
 
-layouts: install ## test all pairs of layouts over every transport; `make test` runs only a few
-	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
+test-all: install ## run all tests: also storms, all transports and layouts, releases, soak, many seeds of the simulator
+	.ci/test $(BIN)/python $(TESTS)
+
+layouts: install ## test all pairs of layouts over every transport
+	.ci/test $(BIN)/python tests/agent/test_agent_layouts.py
 
 # make sim SEEDS=200 MIX='tiny rings'; make sim MINUTES=30; to repeat and reduce one run: make sim SEED='tiny rings:17'
 sim: install ## run the protocol cores with mixes of faults in a simulator

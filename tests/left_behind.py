@@ -1,18 +1,28 @@
-"""Runs a command with a mark in its environment and lists leftovers: processes, files, shared memory."""
+"""Finds what runs with a mark in its environment leave behind: processes, files, shared memory.
+
+`marked` runs one command and lists its leftovers. Run as a script, this module waits until its standard input ends, which
+it does however the process at the other end has ended, and then ends all processes with a mark and removes their shared
+memory. `conftest` starts it so, so that an interrupted or killed run of the tests leaves nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 _MARK = "TEST_RUN_MARK"
 SHARED = Path("/dev/shm")
+# Processes that end by themselves after the one that started them: the resource tracker of multiprocessing, for example.
+_END_LIMIT_S = 5.0
+_LOOK_S = 0.05
 
 
 class Marked:
@@ -57,12 +67,7 @@ class Marked:
 
     def processes(self) -> list[str]:
         """Return the command lines of processes with the mark."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
-        return found
+        return [f"{pid} {line}" for pid, line in processes_with(self.mark).items()]
 
     def left(self) -> list[str]:
         """Return all leftovers."""
@@ -71,9 +76,7 @@ class Marked:
 
     def end(self) -> None:
         """End the remaining processes by PID."""
-        for line in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line.split()[0]), 9)
+        kill_all(self.mark)
         self.process.wait()
 
 
@@ -86,6 +89,42 @@ def marked(arguments: list[str]) -> Iterator[Marked]:
             yield run
         finally:
             run.end()
+
+
+def processes_with(mark: str) -> dict[int, str]:
+    """Return the command lines of all other processes whose environment has `mark` (NAME=value), by PID."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode().strip()
+    return found
+
+
+def wait_for_end(mark: str) -> dict[int, str]:
+    """Return the processes with a mark that do not end by themselves within some seconds."""
+    end_s = time.monotonic() + _END_LIMIT_S
+    while (found := processes_with(mark)) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return found
+
+
+def kill_all(mark: str) -> None:
+    """Kill the processes with a mark, and those that they start meanwhile."""
+    while found := processes_with(mark):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _clean_up_after(mark: str) -> None:
+    """Wait until standard input ends; then end what has the mark, and remove its shared memory."""
+    before = _shared()
+    sys.stdin.read()
+    kill_all(mark)
+    for path in _left_of(_shared() - before):
+        Path(path).unlink(missing_ok=True)
 
 
 def _shared() -> set[str]:
@@ -115,3 +154,7 @@ def _in_use() -> set[str]:
             lines = (process / "maps").read_text(errors="replace").splitlines()
             found |= {line.split(maxsplit=5)[-1] for line in lines if str(SHARED) in line}
     return found
+
+
+if __name__ == "__main__":
+    _clean_up_after(sys.argv[1])

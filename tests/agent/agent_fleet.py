@@ -17,6 +17,11 @@ from longshore_client import Half, PageOrder
 E = TypeVar("E", Engine, EngineProcess)
 
 
+def over(*transports: Any, part: str = "transports") -> list[Any]:
+    """Return parameters of tests, of which `make test` takes the first, and `make test-all` all."""
+    return [transports[0], *(pytest.param(each, marks=pytest.mark.rest(part)) for each in transports[1:])]
+
+
 class World:
     """Agents and engines of some tests; `close` ends them all."""
 
@@ -25,7 +30,6 @@ class World:
         self._settings = settings
         self._stack = contextlib.ExitStack()
         self._agents: list[Agent] = []
-        # Each worker loads torch on one core.
         self.starters = ThreadPoolExecutor(4)
 
     def agent(self, name: str, **settings: str) -> Agent:

@@ -1,18 +1,17 @@
-"""Lists the tested engine layouts by name and backend, and chooses the cases that run over each backend.
+"""Lists the tested engine layouts by name, and the transports over which each case runs.
 
-Every case runs over the loopback, and a few over each real transport; `LAYOUTS=all` (`make layouts`) runs all over all.
+`make test` runs every case over the loopback and one over each real transport, `make layouts` all over all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import Agent, Engine
 
 from longshore_client import Half, ModelShape, PageOrder
@@ -57,7 +56,7 @@ TARGET_ONLY: dict[str, tuple[int, dict[str, Any]]] = {
 _SETTINGS = {"never": {"LONGSHORE_STAGING": "Never"}, "always": {"LONGSHORE_STAGING": "Always"}}
 
 REAL = ("NIXL", "Mooncake")
-BACKENDS = ("Loopback", *REAL) if os.environ.get("LAYOUTS") == "all" else ("Loopback",)
+BACKENDS = over("Loopback", *REAL, part="layouts")
 every_backend = pytest.mark.parametrize("place", BACKENDS, indirect=True)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from abort_storm import Storm
-from agent_fleet import fleet_of
+from agent_fleet import fleet_of, over
 from agent_world import Request, wait_for_none
 from half_worker import PEERS
 
@@ -32,7 +32,7 @@ AGENT_ROOMS_COUNT = 50
 AGENT_ROOMS_MAX = 2000
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=over(*KINDS, part="storms"))
 def storm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storm]:
     backend, environment, wire = KINDS[request.param]
     for name, value in environment.items():
@@ -65,6 +65,7 @@ def test_a_thousand_aborts_that_meet_a_write_change_no_page_of_another_room(stor
     assert core.granter.ring.rounds > OVERTAKEN_COUNT // 10
 
 
+@pytest.mark.rest("storms")
 @pytest.mark.parametrize("backend", ["Loopback", "Mooncake", "NIXL"])
 def test_rooms_of_real_agents_that_are_cancelled_in_mid_write_change_no_page_of_another_room(
     backend: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

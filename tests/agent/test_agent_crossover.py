@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import Agent, Engine, Request, wait_for
 
 from longshore_client import Half, ModelShape
@@ -50,7 +50,7 @@ class Place:
         return engine
 
 
-@pytest.fixture(scope="module", params=["NIXL", "Mooncake"])
+@pytest.fixture(scope="module", params=over("NIXL", "Mooncake"))
 def place(request, tmp_path_factory) -> Iterator[Place]:
     directory = tmp_path_factory.mktemp(f"crossover-{request.param}")
     (directory / "table.json").write_bytes(table(request.param))

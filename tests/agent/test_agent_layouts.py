@@ -72,6 +72,9 @@ CHOSEN = [
 ]
 
 
+LAYOUTS = pytest.mark.rest("layouts")
+
+
 @pytest.fixture(scope="module")
 def place(request, tmp_path_factory) -> Iterator[Place]:
     made = Place(
@@ -323,7 +326,9 @@ def test_a_rank_that_contradicts_those_of_its_instance_is_refused_by_field(lone_
 
 
 @real_backends
-@pytest.mark.parametrize(("source", "target"), CHOSEN)
+@pytest.mark.parametrize(
+    ("source", "target"), [CHOSEN[0], *(pytest.param(*pair, marks=LAYOUTS) for pair in CHOSEN[1:])]
+)
 def test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transport(place, source, target):
     check_every_byte(place.engine(source), place.engine(target))
 

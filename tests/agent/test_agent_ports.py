@@ -15,7 +15,7 @@ from typing import Any
 
 import intruder
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import Agent, Engine, Request, memory_name, wait_for
 from intruder import UNMAPPED, reaching
 from open_ports import listening
@@ -147,7 +147,7 @@ def test_an_agent_of_the_loopback_interface_has_the_ports_that_the_page_names_an
 
 
 @pytest.mark.own_network
-@pytest.mark.parametrize("kind", ["Mooncake", "NIXL"])
+@pytest.mark.parametrize("kind", over("Mooncake", "NIXL"))
 def test_strangers_reach_no_data_port_and_attached_peers_do_as_long_as_they_are_there(tmp_path, kind):
     with placed(tmp_path, kind, (HERE, THERE)) as place:
         check_ports(place, kind)
@@ -192,7 +192,7 @@ def test_a_stranger_writes_into_no_kv_page_of_an_agent_over_ucx_and_ends_no_work
 
 
 @pytest.mark.own_network
-@pytest.mark.parametrize("kind", ["Mooncake", "NIXL"])
+@pytest.mark.parametrize("kind", over("Mooncake", "NIXL"))
 def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_goes_on(tmp_path, kind):
     with placed(tmp_path, kind, (HERE, THERE), LONGSHORE_RESTART_BACKOFF_MAX_S="1") as place:
         wait_for(lambda: place.decode.ask("/readyz")[0] == 200)

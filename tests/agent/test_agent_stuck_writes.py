@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import Request, is_worker, wait_for, wait_for_none
 
 from longshore_client import Half, Reason, RoomEventKind
 
 
-@pytest.mark.parametrize("way", ["Staged", "Contiguous"])
+@pytest.mark.parametrize("way", over("Staged", "Contiguous"))
 def test_a_writer_whose_writes_never_end_is_replaced_with_the_reason_and_its_rooms_are_released(tmp_path, way):
     broken = tmp_path / "broken"
     rule = {"kind": "hold", "count": None, "when": str(broken), "until": str(tmp_path / "never")}

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, wait_for
 from status_scene import RULES, Source
 
@@ -176,7 +176,7 @@ def test_an_agent_and_its_workers_may_open_as_many_descriptors_as_the_hard_limit
     assert limits == [hard, hard]
 
 
-@pytest.mark.parametrize("backend", ["Loopback", "Mooncake", "NIXL"])
+@pytest.mark.parametrize("backend", over("NIXL", "Mooncake", "Loopback"))
 def test_a_room_of_a_worker_that_has_no_descriptor_left_fails_by_name_and_the_next_one_arrives(tmp_path, backend):
     with opened(tmp_path, backend) as world:
         source, target = world.agent("source"), world.agent("target")

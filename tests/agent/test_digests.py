@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import Engine, Request
 from fault_judge import carries
 from fault_table import DAMAGES, DONE
@@ -40,7 +40,7 @@ from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
 
-BACKENDS = [Backend.LOOPBACK, Backend.NIXL, Backend.MOONCAKE]
+BACKENDS = over(Backend.LOOPBACK, Backend.NIXL, Backend.MOONCAKE)
 WAYS = [Way.STAGED, Way.CONTIGUOUS, Way.SLICES]
 # Of one head of one token.
 ROW_BYTES = 64

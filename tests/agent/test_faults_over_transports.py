@@ -18,6 +18,8 @@ from fault_table import MOONCAKE, NIXL, NIXL_ALONE, scenes
 
 from longshore_wire.engine_messages import Half
 
+pytestmark = pytest.mark.rest("transports")
+
 TRANSPORTS = (NIXL, NIXL_ALONE, MOONCAKE)
 # Engines of this process renew their leases, too, also if it does not run for some seconds on a busy machine.
 SHORT_LEASE_S = "6"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from agent_fleet import over
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, wait_for
 from transport_peer import PeerProcess
 
@@ -101,7 +102,7 @@ def test_a_transport_that_is_to_answer_a_peer_does_not_wait_for_one_whose_addres
 
 
 @pytest.mark.own_network
-@pytest.mark.parametrize("backend", ["NIXL", "Mooncake"])
+@pytest.mark.parametrize("backend", over("NIXL", "Mooncake"))
 def test_rooms_of_others_and_of_its_next_life_arrive_while_nothing_answers_at_a_peers_address(tmp_path, backend):
     curve.write(curve.generate(), tmp_path)
     settings = {

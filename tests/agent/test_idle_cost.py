@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from agent_fleet import Fleet, fleet_of
+from agent_fleet import Fleet, fleet_of, over
 from agent_world import Request, cpu_s, wait_for, wakes
 
 from longshore_client import WaitTimeout
@@ -29,7 +29,7 @@ def fixed_work_s() -> float:
     return time.thread_time() - begun_s
 
 
-@pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
+@pytest.fixture(scope="module", params=over("NIXL", "Mooncake", "Loopback"))
 def fleet(request, tmp_path_factory) -> Fleet:
     return fleet_of(request.param, request, tmp_path_factory)
 

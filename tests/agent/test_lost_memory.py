@@ -10,7 +10,7 @@ from pathlib import Path
 
 import engine_pages
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, holders_of
 
 from longshore_client import Half, RoomError, RoomEvent, RoomEventKind
@@ -65,7 +65,7 @@ class Pair:
         return {worker["worker"]: worker["pid"] for worker in found if worker["worker"] in names}
 
 
-@pytest.fixture(scope="module", params=WAYS, ids="-".join)
+@pytest.fixture(scope="module", params=over(*WAYS), ids="-".join)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     backend, way = request.param
     world = World(tmp_path_factory.mktemp("lost"), LONGSHORE_BACKEND=backend, LONGSHORE_FORCE_WAY=way)

@@ -9,6 +9,7 @@ import signal
 import urllib.request
 
 import pytest
+from agent_fleet import over
 from left_behind import Marked, marked
 
 from longshore_lab.bench import BenchError, add_arguments, report, run
@@ -128,6 +129,7 @@ def test_an_unknown_way_is_refused_by_its_name(capsys):
     assert "teleport" in capsys.readouterr().err
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(measured_run):
     sizes = measured_run.numbers["sizes"]
@@ -141,6 +143,7 @@ def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(measur
     assert "staged/bare path  staged/bound" in measured_run.said
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, capsys):
     path, picture = tmp_path / "numbers.json", tmp_path / "rooms.png"
@@ -192,9 +195,9 @@ def worker_pid(run: Marked, agent: str) -> int:
 @pytest.mark.parametrize(
     ("question", "number", "moment", "status"),
     [
-        ("rooms", signal.SIGINT, "4 rooms at once", 130),
         ("transfer", signal.SIGINT, "starting", 130),
-        ("transfer", signal.SIGTERM, "1 MiB", 143),
+        pytest.param("rooms", signal.SIGINT, "4 rooms at once", 130, marks=pytest.mark.rest("benches")),
+        pytest.param("transfer", signal.SIGTERM, "1 MiB", 143, marks=pytest.mark.rest("benches")),
     ],
 )
 def test_an_interrupted_bench_says_so_in_one_line_and_leaves_nothing(
@@ -214,7 +217,7 @@ def test_an_interrupted_bench_says_so_in_one_line_and_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["rooms", "transfer", "crossover"])
+@pytest.mark.parametrize("question", over("rooms", "transfer", "crossover", part="benches"))
 def test_a_killed_agent_ends_a_bench_by_its_name(question: str) -> None:
     with marked(bench(question)) as run:
         run.read_until(MEASURING[question])
@@ -227,6 +230,7 @@ def test_a_killed_agent_ends_a_bench_by_its_name(question: str) -> None:
         assert run.left() == []
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", ["prefill", "decode-1"])
 def test_numbers_of_a_bench_whose_worker_was_replaced_are_not_shown(agent: str) -> None:
@@ -241,6 +245,7 @@ def test_numbers_of_a_bench_whose_worker_was_replaced_are_not_shown(agent: str) 
         assert run.left() == []
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_a_killed_process_of_the_bare_transport_ends_a_bench_by_its_name() -> None:
     with marked(bench("transfer")) as run:

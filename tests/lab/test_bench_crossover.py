@@ -76,6 +76,7 @@ def test_a_file_that_is_no_table_is_refused_before_anything_is_measured_and_is_l
     assert path.read_text() == "{}}"
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_a_small_run_over_real_agents_writes_a_table_beside_what_was_there(tmp_path, capsys):
     path, numbers = tmp_path / "table.json", tmp_path / "numbers.json"

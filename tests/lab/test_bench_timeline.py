@@ -139,6 +139,7 @@ def test_an_empty_timeline_is_not_written(tmp_path):
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_a_traced_run_shows_the_stages_of_every_slab_in_order_and_slabs_that_overlap(measured_run):
     events = read(measured_run.trace)

@@ -50,6 +50,7 @@ def everything() -> ModuleType:
     return module
 
 
+@pytest.mark.rest("releases")
 @pytest.mark.slow
 def test_without_a_gpu_the_reason_is_printed_and_nothing_is_written(tmp_path: Path) -> None:
     done = run(tmp_path)
@@ -206,6 +207,7 @@ def test_a_skipped_test_is_a_failure_where_there_is_a_gpu(everything: ModuleType
     assert everything.judged_tests("no tests ran") == {}
 
 
+@pytest.mark.rest("releases")
 def test_the_picture_is_drawn_of_whatever_results_there_are(everything: ModuleType, tmp_path: Path) -> None:
     loads = [{"way": "staged 2→1", "rooms": count, "p50_s": count / 1e3} for count in (1, 8)]
     everything.plot({"rooms": {"loads": loads}}, tmp_path / "some.png")

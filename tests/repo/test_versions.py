@@ -95,6 +95,7 @@ def release(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.rest("releases")
 @pytest.mark.slow
 def test_a_release_has_its_version_everywhere_a_dated_changelog_its_packages_and_a_tag(tree: Path) -> None:
     trial = release(tree, NEW)
@@ -129,6 +130,7 @@ def test_a_release_has_its_version_everywhere_a_dated_changelog_its_packages_and
     assert "the changelog's newest section is empty" in release(tree, "99.2.0").stderr
 
 
+@pytest.mark.rest("releases")
 @pytest.mark.slow
 def test_a_release_that_cannot_be_built_leaves_neither_commit_nor_tag(tree: Path) -> None:
     project_file = tree / "pyproject.toml"
@@ -164,6 +166,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.rest("releases")
 @pytest.mark.slow
 def test_a_release_that_cannot_be_is_refused_with_the_reason_before_anything_changes(tree: Path) -> None:
     for name, (version, spoil, reason) in REFUSED.items():

@@ -122,6 +122,7 @@ EXTRAS: dict[str, Callable[[Environment], None]] = {
 }
 
 
+@pytest.mark.rest("releases")
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_the_wheel_with_these_extras_works_where_nothing_else_is_installed(

@@ -14,6 +14,7 @@ FORGOTTEN_NS = 2 * LEASE_NS + 61_000 * MS
 
 # A minute of computation on an idle machine, so the general limit of tests is too close on a busy one.
 @pytest.mark.timeout(1200)
+@pytest.mark.rest("simulator")
 @pytest.mark.slow
 def test_after_a_hundred_thousand_rooms_nothing_of_them_is_left() -> None:
     # Three slabs a room, enough to fill the ring during a batch, and few, because there are many rooms.
@@ -39,8 +40,9 @@ def test_after_a_hundred_thousand_rooms_nothing_of_them_is_left() -> None:
     assert exchange.target.granter.ring.region_count == 0
 
 
-def test_ten_thousand_rooms_at_once_are_all_done_within_the_ring_and_fair_between_instances() -> None:
-    instances, rooms, tokens = 4, 10_000, 100
+@pytest.mark.parametrize("rooms", [1000, pytest.param(10_000, marks=pytest.mark.rest("simulator"))])
+def test_many_rooms_at_once_are_all_done_within_the_ring_and_fair_between_instances(rooms: int) -> None:
+    instances, tokens = 4, 100
     exchange = Exchange.of(instances)
     for room in range(rooms):
         exchange.claim(f"P{room % instances}", room, tokens)

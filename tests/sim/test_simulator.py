@@ -34,6 +34,7 @@ def test_under_this_mix_of_faults_every_room_ends_and_no_byte_is_wrong(mix: str)
     assert done
 
 
+@pytest.mark.rest("simulator")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mix", RUN)

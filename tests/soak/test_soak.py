@@ -145,6 +145,7 @@ def flip_a_byte(pid: int) -> None:
         os.close(descriptor)
 
 
+@pytest.mark.rest("soak")
 @pytest.mark.slow
 def test_a_soak_of_real_agents_tells_a_foreign_write_and_a_room_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
