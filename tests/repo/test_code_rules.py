@@ -1,4 +1,4 @@
-"""Tests the rules of CONTRIBUTING that a linter cannot check: sizes, names, docstrings, banned calls."""
+"""Tests the rules of CONTRIBUTING that a linter cannot check: sizes of functions, names, docstrings, banned calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tree_of_files import Module, modules, modules_of
 
 from longshore_wire.log_lines import FIELDS
 
-FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 BANNED_MODULE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # They execute code from data.
@@ -76,11 +75,6 @@ def undocumented(module: Module) -> Iterator[str]:
                 yield from walk(node.body)
 
     yield from walk(module.tree.body)
-
-
-def test_no_file_is_longer_than_a_reader_can_hold() -> None:
-    lengths = {module.path: module.text.count("\n") for module in modules()}
-    assert {str(path): lines for path, lines in lengths.items() if lines > FILE_LINES_MAX} == {}
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
