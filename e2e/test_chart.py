@@ -70,6 +70,7 @@ def account(plane: ControlPlane, namespace: str, release: str) -> Path:
     return write_kubeconfig(plane.folder / f"{namespace}.kubeconfig", cluster, {"token": token})
 
 
+@pytest.mark.shows("value.mode")
 def test_the_rights_of_either_mode_are_enough(
     plane: ControlPlane, namespace: str, release: str, account: Path, deployments: Deployments
 ) -> None:

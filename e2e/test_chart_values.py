@@ -239,6 +239,35 @@ def changed(values: Body) -> Objects:
     return rendered(*(f"--set-json={name}={json.dumps(value)}" for name, value in values.items()))
 
 
+@pytest.mark.shows(
+    "value.image.{repository,tag,digest,pullPolicy}",
+    "value.imagePullSecrets",
+    "value.mode",
+    "value.watchNodes",
+    "value.crds.install",
+    "value.agent.{image,pullPolicy,pullSecrets,runtimeClassName}",
+    "value.allow.{image,hostNetwork,hostIPC,noNetworkPolicy,capabilities,hostPaths}",
+    "value.gpu.mps.{hostDirectory,pipeDirectory}",
+    "value.aggregateToEdit",
+    "value.inject.enabled",
+    "value.replicas",
+    "value.logFormat",
+    "value.logLevel",
+    "value.settings",
+    "value.resources.requests.{cpu,memory,ephemeral-storage}",
+    "value.resources.limits.{memory,ephemeral-storage}",
+    "value.nodeSelector",
+    "value.tolerations",
+    "value.affinity",
+    "value.priorityClassName",
+    "value.podDisruptionBudget.enabled",
+    "value.networkPolicy.enabled",
+    "value.test.{nodeSelector,limitSeconds}",
+    "value.test.verify.{deployment,namespace}",
+    "value.monitoring.rules.{enabled,runbookUrl}",
+    "value.monitoring.dashboard.enabled",
+    "value.podMonitor.enabled",
+)
 @pytest.mark.parametrize("path", VALUES)
 def test_a_value_changes_what_is_installed(path: str) -> None:
     values, look, before, after = VALUES[path]
@@ -279,6 +308,7 @@ def test_the_monitor_names_the_job_by_which_alerts_select() -> None:
     assert pods[label] == "longshore-operator"
 
 
+@pytest.mark.shows("value.podMonitor.labels")
 def test_labels_of_the_monitor_are_those_that_are_given() -> None:
     plain = changed({"podMonitor": {"enabled": True}})
     labelled = changed({"podMonitor": {"enabled": True, "labels": {"release": "p"}}})
@@ -293,6 +323,11 @@ def test_rules_and_dashboard_are_the_files_that_promtool_and_prometheus_test() -
     assert json.loads(text) == json.loads((CHART / "files" / "dashboard.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.shows(
+    "value.monitoring.rules.labels",
+    "value.monitoring.dashboard.annotations",
+    "value.monitoring.dashboard.labels.grafana_dashboard",
+)
 def test_labels_and_annotations_of_rules_and_dashboard_are_those_that_are_given() -> None:
     def metadata(**given: Body) -> Body:
         monitoring = {part: {"enabled": True, **given.get(part, {})} for part in ("rules", "dashboard")}

@@ -44,6 +44,7 @@ def test_every_limit_of_the_schema_is_kept(plane: ControlPlane) -> None:
     assert done.stdout == "disaggdeployment.longshore.dev/good created (server dry run)\n"
 
 
+@pytest.mark.shows("field.model.{attention,layers,kvHeads,headDim,dtype}")
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_may_not_change_does_not(plane: ControlPlane, namespace: str, name: str) -> None:
     body = changed(agents={"keysRevision": 2})

@@ -74,6 +74,7 @@ def test_helm_test_runs_agents_and_leaves_nothing(
     assert "orbidden" not in log and "Traceback" not in log
 
 
+@pytest.mark.shows("value.agent.image", "value.test.limitSeconds")
 def test_helm_test_fails_where_agents_do_not_become_ready(
     plane: ControlPlane, namespace: str, release: str, node: ProcessNode
 ) -> None:

@@ -299,6 +299,7 @@ def test_a_refused_child_is_told_and_tried_again(deployments: Deployments, start
     deployments.wait_reason("Ready", "Ready")
 
 
+@pytest.mark.shows("operator.watch_lag_limit_s")
 def test_a_watch_that_misses_something_makes_the_operator_unlive(
     deployments: Deployments, start: Start, proxy: FaultProxy
 ) -> None:

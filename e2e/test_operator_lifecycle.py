@@ -36,6 +36,7 @@ def kept(body: dict[str, Any]) -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec, "data": body.get("data")}
 
 
+@pytest.mark.shows("field.{prefill,decode}.nodeSelector")
 def test_a_deployment_becomes_agents_on_the_nodes_of_both_roles(deployments: Deployments) -> None:
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
@@ -140,6 +141,7 @@ def test_a_child_that_is_deleted_comes_back_at_once(deployments: Deployments, ch
     deployments.wait_reason("Ready", "Ready")
 
 
+@pytest.mark.shows("field.agents.keysRevision")
 def test_keys_are_made_once_and_anew_on_request(deployments: Deployments, operator: OperatorProcess) -> None:
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
@@ -209,6 +211,7 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
         remove_node(plane, name)
 
 
+@pytest.mark.shows("field.agents.podMonitorLabels", "field.agents.podMonitor")
 def test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told(
     plane: ControlPlane, deployments: Deployments
 ) -> None:

@@ -120,6 +120,7 @@ def test_an_edit_of_a_selector_replaces_nobody_whose_roles_stay(ready: Deploymen
     plane.kubectl("label", "node", "prefill-0", f"{ready.namespace}-")
 
 
+@pytest.mark.shows("field.paused")
 def test_nothing_changes_while_paused_and_all_of_it_after(ready: Deployments) -> None:
     before = ready.lives()
     versions = {kind: [body["metadata"]["resourceVersion"] for body in ready.ours(kind)] for kind in ("cm", "svc")}
@@ -138,6 +139,7 @@ def test_nothing_changes_while_paused_and_all_of_it_after(ready: Deployments) ->
     assert len(ready.list("secrets")) == 2
 
 
+@pytest.mark.shows("field.agents.updateStrategy.type")
 def test_on_delete_agents_stay_until_their_pods_are_deleted(deployments: Deployments) -> None:
     agents: dict[str, Any] = {"updateStrategy": {"type": "OnDelete"}}
     deployments.apply(agents=agents)

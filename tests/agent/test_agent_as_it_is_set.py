@@ -112,6 +112,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         world.close()
 
 
+@pytest.mark.shows(
+    "agent.node",
+    "agent.bind_host",
+    "agent.http_port",
+    "agent.http_token_file",
+    "agent.http_certificate_file",
+    "agent.http_key_file",
+    "field.agents.httpPort",
+)
 def test_pages_are_served_by_https_at_the_given_address_to_who_has_the_token(place: Place) -> None:
     assert place.given.http == f"https://{HOST}:{place.http_port}"
     assert place.page(place.given, "/v1/status").status_code == 401
@@ -120,6 +129,7 @@ def test_pages_are_served_by_https_at_the_given_address_to_who_has_the_token(pla
     assert place.page(place.default, "/v1/status").json()["node"] == ""
 
 
+@pytest.mark.shows("agent.run_directory")
 def test_an_agent_says_where_it_is_in_its_run_directory(place: Place) -> None:
     for agent in (place.given, place.default):
         state = json.loads((agent.directory / "agent.json").read_bytes())
@@ -127,24 +137,28 @@ def test_an_agent_says_where_it_is_in_its_run_directory(place: Place) -> None:
         assert Path(state["socket"]).is_socket()
 
 
+@pytest.mark.shows("agent.bind_host", "agent.worker_port", "field.agents.workerPort")
 def test_a_worker_listens_at_the_given_address_and_port(place: Place) -> None:
     engine = place.world.engine(place.given, "ported").result()
     (rank,) = engine.endpoint().ranks
     assert main_address(rank.address) == f"{HOST}:{place.worker_port}"
 
 
+@pytest.mark.shows("agent.self_test_bytes")
 def test_the_self_test_moves_as_many_bytes_as_are_set(place: Place) -> None:
     for agent, moved_bytes in ((place.given, 3 << 20), (place.default, 1 << 20)):
         wait_for(lambda agent=agent: place.told(agent, "/v1/status")["self_test"], START_LIMIT_S, "the self-test")
         assert place.told(agent, "/v1/status")["self_test"]["bytes_moved"] == moved_bytes
 
 
+@pytest.mark.shows("agent.chunk_tokens")
 def test_a_plan_counts_the_writes_of_a_chunk_of_the_set_length(place: Place) -> None:
     query = "/v1/plan?layers=80&kv_heads=8&head_dim=128&element_bytes=2&prefill_tp=4&decode_tp=1"
     given, default = place.told(place.given, query), place.told(place.default, query)
     assert given["slices_per_chunk"] * 8192 == default["slices_per_chunk"] * 1000
 
 
+@pytest.mark.shows("agent.log_level")
 def test_lines_below_the_set_level_are_not_logged(place: Place) -> None:
     for agent in (place.given, place.default):
         assert agent.http
@@ -163,6 +177,7 @@ def moved(place: Place, agent: Agent, name: str) -> Request:
     return each
 
 
+@pytest.mark.shows("agent.direct")
 def test_engines_of_one_agent_copy_directly_only_where_that_is_set(place: Place) -> None:
     ways = {}
     for agent in (place.given, place.default):
@@ -173,6 +188,7 @@ def test_engines_of_one_agent_copy_directly_only_where_that_is_set(place: Place)
     assert ways[place.default] and "direct" not in ways[place.default]
 
 
+@pytest.mark.shows("agent.spans_max")
 def test_as_many_spans_are_kept_as_are_set(place: Place) -> None:
     counts = {}
     for agent in (place.given, place.default):
@@ -192,6 +208,7 @@ def test_a_room_whose_first_spans_are_gone_names_the_workers_that_lack_them(plac
         assert set(place.told(agent, page)["incomplete"]) == lacking
 
 
+@pytest.mark.shows("agent.config_file")
 def test_an_agent_does_what_its_config_file_says(tmp_path: Path, place: Place) -> None:
     config = AgentConfig(
         deployment=Deployment(namespace="tests", name="filed"),

@@ -188,6 +188,7 @@ def attach(fleet: Fleet, **changes: object) -> Attach:
     return msgspec.structs.replace(right, **changes)
 
 
+@pytest.mark.shows("agent.keys_directory")
 @pytest.mark.parametrize("kind", ["unknown client key", "no keys at all"])
 def test_who_has_no_key_of_the_deployment_gets_nothing_in(fleet, keys, address, kind):
     names = ("longshore_refused_messages_total", "longshore_stale_messages_total", "longshore_peers")
@@ -203,6 +204,7 @@ def test_who_has_no_key_of_the_deployment_gets_nothing_in(fleet, keys, address, 
     assert [counted(fleet.prefill, name) for name in names] == before
 
 
+@pytest.mark.shows("agent.deployment")
 def test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_name(fleet, friend):
     answer = PEER.decode(friend.ask(PEER.encode(attach(fleet, deployment="else/where"))))
     assert isinstance(answer, Refuse)
@@ -331,6 +333,7 @@ def test_what_is_wrong_with_an_offer_is_named_and_its_room_goes_on(fleet):
     assert error.reason is Reason.ROOM_REUSED
 
 
+@pytest.mark.shows("argument.send.last")
 def test_a_chunk_after_the_last_is_refused_and_the_room_still_arrives(fleet):
     each = Request(fleet.two, fleet.one, 50)
     each.offer()
@@ -366,6 +369,7 @@ def test_what_is_wrong_with_a_claim_is_named(fleet):
     assert fleet.one.intact()
 
 
+@pytest.mark.shows("argument.send.last", "argument.receive.end_token")
 @pytest.mark.parametrize("first", [Half.SOURCE, Half.TARGET])
 def test_halves_that_state_different_totals_fail_on_both_sides_and_name_both(fleet, first):
     each = Request(fleet.one, fleet.same, 60)

@@ -87,6 +87,7 @@ def move(source: Engine, target: Engine, tokens: int, prefix: int = 0) -> tuple[
     return {way for way, _ in pairs}, {why for _, why in pairs}
 
 
+@pytest.mark.shows("agent.crossover_file")
 @pytest.mark.parametrize(
     ("source", "tokens", "way"),
     [

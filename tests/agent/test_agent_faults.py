@@ -342,6 +342,7 @@ def test_workers_that_did_not_run_for_longer_than_the_peer_timeout_do_not_take_e
     place.plain.accept(witness.target_pages)
 
 
+@pytest.mark.shows("agent.loopback_faults")
 def test_lost_and_repeated_notices_change_nothing_but_the_count_of_stale_messages(place):
     def counts() -> list[float]:
         steady = {"worker": "steady/0/0"}

@@ -157,12 +157,19 @@ def way_between(source: Engine, target: Engine) -> str:
     return "/".join(found)
 
 
+@pytest.mark.shows(
+    "argument.connect.layout",
+    "argument.send.{pages,first_token,end_token}",
+    "argument.receive.{room,endpoint,pages,end_token}",
+    "argument.register_pool.geometry",
+)
 @every_backend
 @pytest.mark.parametrize(("source", "target"), BOTH_WAYS)
 def test_every_byte_arrives_once_between_any_two_layouts_and_with_any_prefix(place, source, target):
     check_every_byte(place.engine(source), place.engine(target))
 
 
+@pytest.mark.shows("argument.receive.first_token")
 @pytest.mark.parametrize(("total", "prefix"), PREFIXES)
 @every_backend
 @pytest.mark.parametrize(
@@ -240,6 +247,7 @@ def test_blobs_of_another_size_are_refused_with_both_sizes(place):
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@pytest.mark.shows("field.model.attention")
 @every_backend
 def test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader(place):
     source, target = place.engine("latent-tp4"), place.engine("latent-tp2")
@@ -262,6 +270,7 @@ def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@pytest.mark.shows("agent.staging", "field.transfer.staging")
 @every_backend
 @pytest.mark.parametrize(
     ("source", "target"), [("tp16", "never"), ("tp2-64", "never"), ("tp2-hnd", "never"), ("tp1-1", "never")]
@@ -325,6 +334,7 @@ def test_a_rank_that_contradicts_those_of_its_instance_is_refused_by_field(lone_
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@pytest.mark.shows("agent.backend", "field.transfer.backend")
 @real_backends
 @pytest.mark.parametrize(
     ("source", "target"), [CHOSEN[0], *(pytest.param(*pair, marks=LAYOUTS) for pair in CHOSEN[1:])]

@@ -61,6 +61,7 @@ def logged(agent: Agent, **fields: str) -> Line:
     return wait_for(found, what=f"a line with {fields}")
 
 
+@pytest.mark.shows("agent.log_format")
 @pytest.mark.slow
 def test_a_failed_room_is_logged_with_room_instance_peers_and_reason(place: Place) -> None:
     each = Request(place.source, place.target, 40)

@@ -81,6 +81,12 @@ def test_junk_on_the_port_of_a_worker_fails_its_rooms_by_name_restarts_it_and_to
     assert place.other.intact()
 
 
+@pytest.mark.shows(
+    "agent.host_network",
+    "agent.network_policy",
+    "agent.allow_open_data_path",
+    "field.agents.{hostNetwork,allowOpenDataPath}",
+)
 @pytest.mark.parametrize("backend", ["NIXL", "Mooncake"])
 def test_an_agent_whose_data_ports_others_reach_does_not_start_and_says_why_and_the_way_out(tmp_path, backend):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}

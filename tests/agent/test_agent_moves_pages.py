@@ -81,6 +81,7 @@ def test_the_ring_wraps_again_and_again_under_several_rooms_and_every_byte_is_ri
         assert fleet.one.ranks[0].intact()
 
 
+@pytest.mark.shows("agent.force_way")
 def test_every_way_carries_the_same_bytes_and_is_the_one_that_is_reported(fleet):
     forced = "staged" if fleet.backend == "Loopback" else "slices"
     for source, target, way in (

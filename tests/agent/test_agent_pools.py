@@ -26,6 +26,13 @@ def engines(tmp_path) -> Iterator[tuple[Engine, Engine]]:
         world.close()
 
 
+@pytest.mark.shows(
+    "argument.send.pool",
+    "argument.receive.pool",
+    "argument.wait.pool",
+    "argument.register_pool.pool",
+    "argument.unregister_pool.pool",
+)
 def test_a_room_moves_pages_of_the_pool_that_it_names_and_of_no_other(engines: tuple[Engine, Engine]) -> None:
     source, target = (engine.ranks[0] for engine in engines)
     pages = list(range(-(-TOKENS // source.layout.page_size)))

@@ -147,6 +147,7 @@ def test_more_than_a_quarter_in_quarantine_for_a_moment_replaces_nobody(place):
     assert place.calm.intact()
 
 
+@pytest.mark.shows("agent.drain_s")
 def test_above_a_quarter_a_worker_finishes_what_is_open_takes_nothing_new_and_is_replaced_under_its_engine(place):
     client, agent = place.calm.client, place.decode
     worker, epoch = agent.worker("calm"), client.epoch
@@ -193,6 +194,7 @@ def test_above_a_quarter_a_worker_finishes_what_is_open_takes_nothing_new_and_is
     assert place.calm.intact()
 
 
+@pytest.mark.shows("agent.drain_s")
 def test_a_room_that_does_not_end_within_the_drain_limit_fails_on_both_sides_with_the_cause(place):
     client, epoch = place.hasty.client, place.hasty.client.epoch
     waiting = Request(place.steady, place.hasty, 200, cuts=(100,))

@@ -11,6 +11,7 @@ from agent_world import Request, is_worker, wait_for, wait_for_none
 from longshore_client import Half, Reason, RoomEventKind
 
 
+@pytest.mark.shows("agent.write_timeout_s")
 @pytest.mark.parametrize("way", over("Staged", "Contiguous"))
 def test_a_writer_whose_writes_never_end_is_replaced_with_the_reason_and_its_rooms_are_released(tmp_path, way):
     broken = tmp_path / "broken"

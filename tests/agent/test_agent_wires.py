@@ -73,6 +73,7 @@ def moved(source: Engine, target: Engine) -> Request:
     return each
 
 
+@pytest.mark.shows("agent.wires", "field.transfer.wires")
 def test_a_wire_that_was_not_asked_for_fails_the_room_and_peers_wires_and_way_out_are_named(place):
     pages = place.fleet.same
     for _ in range(2):

@@ -113,6 +113,7 @@ def test_an_address_is_found_on_its_interface_and_one_that_nobody_can_be_reached
         interface_of(ip_address("203.0.113.9"))
 
 
+@pytest.mark.shows("agent.wires", "field.transfer.wires")
 def test_no_port_is_open_where_no_allowed_wire_needs_one():
     before = listening(os.getpid())
     ports = DataPorts()

@@ -239,6 +239,7 @@ def test_without_digests_the_same_damage_is_not_found(make, monkeypatch) -> None
     assert {(effect.digest_key, effect.digests) for effect in scatters} == {(b"", b"")}
 
 
+@pytest.mark.shows("agent.digest", "field.integrity.digest")
 def test_a_deployment_that_asks_for_digests_compares_every_room(make, monkeypatch) -> None:
     halves = make(digest=True)
     lane_bit(monkeypatch, halves)
@@ -373,6 +374,7 @@ def test_a_bit_that_changes_on_the_wire_ends_as_the_table_says_and_the_next_room
     assert target.intact()
 
 
+@pytest.mark.shows("argument.receive.digest")
 @pytest.mark.parametrize("way", ["direct", "staged", "slices"])
 def test_real_agents_compare_every_slab_of_a_room_that_asks_for_it_and_of_no_other(fleet, way) -> None:
     source, targets = fleet

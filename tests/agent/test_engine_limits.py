@@ -57,6 +57,7 @@ def refused(call: Callable[[], object]) -> HelloRefused:
     return caught.value
 
 
+@pytest.mark.shows("agent.process_workers_max")
 def test_a_process_gets_as_many_workers_as_are_allowed_and_another_one_in_the_place_of_one_that_ended(world):
     agent = world.agent("agent", LONGSHORE_PROCESS_WORKERS_MAX="2")
     engines = [Engine(agent, name) for name in ("a", "b")]
@@ -92,6 +93,7 @@ def test_processes_that_the_agent_cannot_see_are_told_apart(tmp_path):
         agent.stop()
 
 
+@pytest.mark.shows("agent.user_workers_max")
 def test_the_engines_of_a_user_get_as_many_workers_as_are_allowed(world):
     agent = world.agent("agent", LONGSHORE_USER_WORKERS_MAX="2")
     processes = [world.process(agent, name) for name in ("a", "b")]

@@ -179,6 +179,12 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield build("NIXL", together=True, LONGSHORE_DIRECT="true")
 
 
+@pytest.mark.shows(
+    "argument.connect.host_layout",
+    "argument.receive.memory",
+    "argument.register_pool.memory",
+    "argument.unregister_pool.memory",
+)
 @pytest.mark.parametrize(
     ("backend", "model", "tp"),
     [
@@ -320,6 +326,7 @@ def test_a_room_that_is_claimed_into_host_memory_is_refused_to_the_device(place:
     assert np.array_equal(rank.pools[TargetMemory.DEVICE].planes, rank.pools[TargetMemory.DEVICE].expected)
 
 
+@pytest.mark.shows("agent.decode_target", "field.decode.target")
 def test_a_deployment_with_host_memory_is_the_default_of_claims(make: Make) -> None:
     place = make("Loopback", LONGSHORE_DECODE_TARGET="Host")
     (rank,) = place.ranks

@@ -122,6 +122,7 @@ def keys_directory(folder: Path, keys: curve.CurveKeys, previous: curve.CurveKey
     return str(folder)
 
 
+@pytest.mark.shows("agent.keys_directory")
 def test_real_agents_of_two_revisions_move_pages_in_both_directions(world: World, tmp_path: Path) -> None:
     old = world.agent("old", LONGSHORE_KEYS_DIRECTORY=keys_directory(tmp_path / "first", FIRST))
     new = world.agent("new", LONGSHORE_KEYS_DIRECTORY=keys_directory(tmp_path / "second", SECOND, FIRST))

@@ -78,6 +78,7 @@ def transport_of(halves: Halves) -> LoopbackTransport:
     return found
 
 
+@pytest.mark.shows("agent.trailer_deadline_ms")
 def test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them(make) -> None:
     halves = make({"kind": "hold"}, trailer_deadline_ms=60_000)
     pages = halves.begin(1)
@@ -125,6 +126,7 @@ def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_co
     assert halves.arrived(pages)
 
 
+@pytest.mark.shows("agent.trailer_deadline_ms")
 def test_bytes_that_never_come_fail_the_room_and_touch_no_page(make) -> None:
     halves = make({"kind": "hold"}, trailer_deadline_ms=50)
     halves.begin(1)

@@ -91,6 +91,7 @@ def test_a_worker_that_is_no_client_starts_where_mps_is_not_required_and_says_so
     mover.resources.close()
 
 
+@pytest.mark.shows("agent.gpu_mps", "field.gpu.mps")
 @pytest.mark.parametrize("known", [{MPS: 0}, {}], ids=["time-sliced", "an older driver"])
 def test_with_gpu_mps_a_worker_that_is_no_client_does_not_start_and_names_directory_and_way_out(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, pipes: Path, known: dict[int, int]

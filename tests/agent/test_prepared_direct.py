@@ -167,6 +167,7 @@ def test_a_pool_that_can_never_be_direct_costs_nothing(
     assert prepared(monkeypatch, device, roles, agent, **changes) is expected
 
 
+@pytest.mark.shows("agent.gpu_staging_memory")
 @pytest.mark.parametrize("kind", Allocation)
 def test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_name(
     monkeypatch: pytest.MonkeyPatch, kind: Allocation

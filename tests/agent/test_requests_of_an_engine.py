@@ -38,6 +38,7 @@ def reason(answer: Accepted | Refused | None) -> Reason:
     return answer.reason
 
 
+@pytest.mark.shows("argument.connect.roles")
 def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(make):
     source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
     assert reason(source.say(Offer(0, 1, 0, 0, 8, True, pages(1, 2)))) is Reason.UNKNOWN_POOL

@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from agent_fleet import World
 from agent_world import Agent, Engine, Request, wait_for
 
@@ -28,6 +29,7 @@ def waits(restarts: Restarts, count: int, served_s: float = 0.0) -> list[float]:
     return found
 
 
+@pytest.mark.shows("agent.restart_backoff_max_s")
 def test_the_first_restart_is_at_once_and_each_further_one_waits_twice_as_long_up_to_the_longest_wait() -> None:
     assert waits(Restarts(wait_min_s=0.25, wait_max_s=3.0), 7) == [0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 3.0]
     assert waits(Restarts(wait_min_s=2.0, wait_max_s=2.0), 50)[-1] == 2.0
@@ -86,6 +88,7 @@ def wait_served_again(engine: Engine, epoch: int) -> None:
     wait_for(lambda: engine.client.connected and engine.client.epoch != epoch, what="the next worker")
 
 
+@pytest.mark.shows("agent.restart_backoff_min_s")
 def test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_is_set(tmp_path: Path) -> None:
     world = World(tmp_path, LONGSHORE_RESTART_BACKOFF_MAX_S="3600")
     try:
@@ -121,6 +124,7 @@ def told_wait_s(engine: Engine, crashes: int) -> float:
     return float(found[1])
 
 
+@pytest.mark.shows("agent.restart_backoff_max_s")
 def test_an_engine_waits_no_longer_and_no_shorter_than_the_longest_wait_of_its_agent(tmp_path: Path) -> None:
     world = World(tmp_path)
     try:

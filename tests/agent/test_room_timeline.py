@@ -109,6 +109,7 @@ def test_a_room_between_two_agents_has_the_steps_of_workers_and_engines_in_causa
         assert at(target, "scatter", rank)["end_ns"] <= at(target, "DONE")["end_ns"]
 
 
+@pytest.mark.shows("agent.client_spans")
 def test_without_the_setting_no_engine_sends_its_steps(place: Place, request) -> None:
     room = moved(place).room
     found = [of_engine(spans_of(agent, room)) for agent in (place.prefill, place.decode)]

@@ -150,6 +150,7 @@ def timeline(agent: Agent, room: int, worker: str) -> set[tuple[Any, ...]]:
     return {tuple(span[name] for name in names) for span in spans if span["worker"] == worker}
 
 
+@pytest.mark.shows("agent.otel")
 @pytest.mark.slow
 def test_a_room_of_two_agents_becomes_one_trace_with_the_steps_of_their_own_timeline(place: Place) -> None:
     each = Request(place.source, place.target, 300)

@@ -99,6 +99,12 @@ def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
     assert any("Auto, Always, Never" in line for line in found)
 
 
+@pytest.mark.shows(
+    "agent.host_network",
+    "agent.network_policy",
+    "agent.allow_open_data_path",
+    "field.agents.{hostNetwork,allowOpenDataPath}",
+)
 @pytest.mark.parametrize(
     ("env", "named"),
     [
@@ -126,6 +132,12 @@ def test_settings_that_contradict_each_other_are_refused(env: dict[str, str], na
     assert f"LONGSHORE_{named}" in fault
 
 
+@pytest.mark.shows(
+    "agent.host_network",
+    "agent.network_policy",
+    "agent.allow_open_data_path",
+    "field.agents.{hostNetwork,allowOpenDataPath}",
+)
 @pytest.mark.parametrize(
     "env",
     [

@@ -140,6 +140,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "reached_by_all", lambda device: True)
 
 
+@pytest.mark.shows("agent.lane_bytes", "field.prefill.staging.bufferSize")
 def test_a_slab_is_no_longer_than_a_lane() -> None:
     for lane_bytes in (1 << 18, 1 << 20):
         cores = Cores.of(lane_bytes=str(lane_bytes), lane_count="1", slab_bytes_min=str(lane_bytes // 2))
@@ -148,10 +149,12 @@ def test_a_slab_is_no_longer_than_a_lane() -> None:
         assert lane_bytes // 2 < max(sizes) <= lane_bytes
 
 
+@pytest.mark.shows("agent.lane_count")
 def test_a_room_is_cut_for_two_slabs_a_lane() -> None:
     assert (slab_count(256, lane_count="1"), slab_count(256, lane_count="4")) == (2, 8)
 
 
+@pytest.mark.shows("agent.slab_bytes_min", "agent.gpu_slab_bytes_min")
 @pytest.mark.parametrize(("name", "device"), [("slab_bytes_min", "cpu"), ("gpu_slab_bytes_min", GPU)])
 def test_slabs_are_not_cut_below_their_minimum_which_gpus_have_of_their_own(name: str, device: str) -> None:
     other = {"slab_bytes_min": "gpu_slab_bytes_min", "gpu_slab_bytes_min": "slab_bytes_min"}[name]
@@ -161,6 +164,7 @@ def test_slabs_are_not_cut_below_their_minimum_which_gpus_have_of_their_own(name
     assert slab_count(4096, device, **large, **{other: "2Mi"}) == 8
 
 
+@pytest.mark.shows("agent.grant_window", "agent.gpu_grant_window")
 @pytest.mark.parametrize(("name", "device"), [("grant_window", "cpu"), ("gpu_grant_window", GPU)])
 def test_a_writer_is_granted_its_window_at_once_which_gpus_have_of_their_own(name: str, device: str) -> None:
     other = {"grant_window": "gpu_grant_window", "gpu_grant_window": "grant_window"}[name]
@@ -169,6 +173,7 @@ def test_a_writer_is_granted_its_window_at_once_which_gpus_have_of_their_own(nam
     assert writes_at_once(4096, device, **{other: "1"}, lane_bytes="128Ki") > 3
 
 
+@pytest.mark.shows("agent.ring_share_divisor")
 def test_a_room_is_granted_no_more_than_its_share_of_the_ring() -> None:
     for divisor in (2, 8):
         cores = Cores.of(ring_bytes="2Mi", ring_share_divisor=str(divisor), lane_bytes="64Ki")
@@ -178,6 +183,7 @@ def test_a_room_is_granted_no_more_than_its_share_of_the_ring() -> None:
         assert share_bytes - (1 << 17) < used_bytes <= share_bytes
 
 
+@pytest.mark.shows("agent.ring_bytes", "field.decode.staging.poolSize")
 def test_the_ring_is_as_large_as_it_is_set_and_without_one_nothing_is_staged() -> None:
     for ring_bytes in (1 << 20, 4 << 20):
         cores = Cores.of(ring_bytes=str(ring_bytes), lane_bytes="64Ki")
@@ -187,6 +193,7 @@ def test_the_ring_is_as_large_as_it_is_set_and_without_one_nothing_is_staged() -
         Cores.of(ring_bytes="0", force_way="Staged").claim(1, 16)
 
 
+@pytest.mark.shows("agent.force_way")
 @pytest.mark.parametrize("way", ["Staged", "Slices"])
 def test_a_forced_way_is_that_of_every_claim(way: str) -> None:
     cores = Cores.of(force_way=way)
@@ -195,6 +202,7 @@ def test_a_forced_way_is_that_of_every_claim(way: str) -> None:
     assert {claim.way for claim in cores.heard(Claim)} == {Way[way.upper()]}
 
 
+@pytest.mark.shows("agent.staging", "field.transfer.staging")
 @pytest.mark.parametrize(("staging", "way"), [("Always", Way.STAGED), ("Never", Way.SLICES)])
 def test_staging_is_used_always_or_never_as_it_is_set(staging: str, way: Way) -> None:
     cores = Cores.of(staging=staging)
@@ -215,6 +223,7 @@ def test_pages_on_a_gpu_are_staged_unless_that_is_forbidden_and_then_refused_by_
     assert {claim.way for claim in cores.heard(Claim)} == {Way.STAGED}
 
 
+@pytest.mark.shows("agent.lease_s")
 @pytest.mark.parametrize("lease_s", [2, 30])
 def test_rooms_whose_engine_is_silent_end_with_their_lease(lease_s: int) -> None:
     cores = Cores.of(lease_s=str(lease_s), peer_timeout_s="3000")
@@ -226,6 +235,7 @@ def test_rooms_whose_engine_is_silent_end_with_their_lease(lease_s: int) -> None
     assert end.reason is Reason.LEASE_EXPIRED
 
 
+@pytest.mark.shows("agent.retry_ms")
 @pytest.mark.parametrize("retry_ms", [50, 400])
 def test_what_is_not_answered_is_said_again_after_its_time(retry_ms: int) -> None:
     cores = Cores.of(retry_ms=str(retry_ms))
@@ -238,6 +248,7 @@ def test_what_is_not_answered_is_said_again_after_its_time(retry_ms: int) -> Non
     assert [message for _, message in messages_of(cores.target) if isinstance(message, Claim)] == [first]
 
 
+@pytest.mark.shows("agent.heartbeat_s")
 @pytest.mark.parametrize("heartbeat_s", [0.5, 3])
 def test_a_peer_is_pinged_once_a_heartbeat(heartbeat_s: float) -> None:
     cores = Cores.of(heartbeat_s=str(heartbeat_s), peer_timeout_s="100")
@@ -251,6 +262,7 @@ def test_a_peer_is_pinged_once_a_heartbeat(heartbeat_s: float) -> None:
     assert len(cores.heard(Ping)) > before
 
 
+@pytest.mark.shows("agent.peer_timeout_s")
 @pytest.mark.parametrize("timeout_s", [2, 20])
 def test_a_peer_that_is_silent_for_the_peer_timeout_is_lost(timeout_s: int) -> None:
     cores = Cores.of(peer_timeout_s=str(timeout_s), heartbeat_s="1")
@@ -262,6 +274,7 @@ def test_a_peer_that_is_silent_for_the_peer_timeout_is_lost(timeout_s: int) -> N
     assert cores.target.peers[PREFILL].state is PeerState.LOST
 
 
+@pytest.mark.shows("agent.write_timeout_s")
 @pytest.mark.parametrize("timeout_s", [10, 50])
 def test_memory_for_ready_tokens_waits_for_bytes_as_long_as_the_write_timeout(timeout_s: int) -> None:
     cores = Cores.of(write_timeout_s=str(timeout_s), peer_timeout_s="3000", lease_s="3000")
@@ -275,6 +288,7 @@ def test_memory_for_ready_tokens_waits_for_bytes_as_long_as_the_write_timeout(ti
     assert {(end.half, end.reason) for end in cores.ended} == {(half, Reason.TRANSFER_FAILED) for half in Half}
 
 
+@pytest.mark.shows("agent.room_timeout_s")
 @pytest.mark.parametrize("timeout_s", [10, 50])
 def test_a_room_in_which_nothing_happens_fails_after_the_room_timeout(timeout_s: int) -> None:
     cores = Cores.of(room_timeout_s=str(timeout_s), lease_s="3000")
@@ -287,6 +301,7 @@ def test_a_room_in_which_nothing_happens_fails_after_the_room_timeout(timeout_s:
     assert [(end.half, end.key.room) for end in cores.ended] == [(Half.SOURCE, 1)]
 
 
+@pytest.mark.shows("agent.rooms_max")
 @pytest.mark.parametrize("rooms_max", [1, 3])
 def test_a_worker_takes_as_many_rooms_as_it_is_set_and_is_busy_for_the_next(rooms_max: int) -> None:
     cores = Cores.of(rooms_max=str(rooms_max))
@@ -298,6 +313,7 @@ def test_a_worker_takes_as_many_rooms_as_it_is_set_and_is_busy_for_the_next(room
         assert caught.value.reason is Reason.BUSY
 
 
+@pytest.mark.shows("agent.ended_rooms_max")
 @pytest.mark.parametrize("ended_rooms_max", [64, 66])
 def test_as_many_ended_rooms_are_remembered_as_are_set(ended_rooms_max: int) -> None:
     cores = Cores.of(ended_rooms_max=str(ended_rooms_max))
@@ -310,6 +326,7 @@ def test_as_many_ended_rooms_are_remembered_as_are_set(ended_rooms_max: int) -> 
     cores.offer(0, 64)
 
 
+@pytest.mark.shows("agent.start_limit_s")
 @pytest.mark.parametrize("limit_s", [5, 90])
 def test_a_worker_may_start_as_long_as_is_set_before_its_agent_is_unready(limit_s: int) -> None:
     rules = Rules.of(Settings.from_environment({"LONGSHORE_START_LIMIT_S": str(limit_s)}))

@@ -48,6 +48,7 @@ def counted(side: Side, name: str, way: str) -> float:
     return side.metrics.snapshot().value(f"longshore_{name}_total", way=way)
 
 
+@pytest.mark.shows("agent.slices_batch")
 def test_slices_travel_in_writes_of_as_many_as_are_set(make: Make) -> None:
     for batch in (7, 1000):
         side = moved(make, slices_batch=str(batch), force_way="Slices", slab_bytes_min="32Ki")
@@ -57,6 +58,7 @@ def test_slices_travel_in_writes_of_as_many_as_are_set(make: Make) -> None:
         assert writes >= pieces / batch
 
 
+@pytest.mark.shows("agent.ring_extent_bytes")
 def test_a_write_is_cut_where_extents_of_the_ring_end(make: Make) -> None:
     found = {}
     for extent_bytes in (1 << 20, 2 << 20):
@@ -72,6 +74,7 @@ def test_a_write_is_cut_where_extents_of_the_ring_end(make: Make) -> None:
     assert found == {1 << 20: 1, 2 << 20: 0}
 
 
+@pytest.mark.shows("agent.scatter_threads", "agent.lane_count", "field.prefill.staging.lanes")
 @pytest.mark.parametrize("count", [1, 3])
 def test_as_many_threads_scatter_and_as_many_lanes_write_as_are_set(make: Make, count: int) -> None:
     before = set(threading.enumerate())
@@ -83,6 +86,7 @@ def test_as_many_threads_scatter_and_as_many_lanes_write_as_are_set(make: Make, 
     assert source.ended[1].reason is Reason.NONE
 
 
+@pytest.mark.shows("agent.quarantine_percent")
 @pytest.mark.parametrize(("percent", "ill"), [("10", True), ("90", False)])
 def test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set(make: Make, percent: str, *, ill: bool) -> None:
     target = make(
@@ -97,6 +101,7 @@ def test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set(make: Mak
     assert ("of the ring are in quarantine" in health.illness(1 + 5 * S)) == ill
 
 
+@pytest.mark.shows("agent.ring_bytes")
 def test_a_worker_without_a_ring_is_brought_no_staged_bytes(make: Make) -> None:
     source, target = pair(make, ring_bytes="0", force_way="Slices")
     assert target.mover.resources.ring_region is None

@@ -45,6 +45,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Superviso
     assert not thread.is_alive()
 
 
+@pytest.mark.shows("argument.connect.device")
 def test_an_engine_on_a_gpu_that_its_node_does_not_have_is_refused_by_name_and_its_worker_is_not_started_again(
     agent: Supervisor,
 ) -> None:

@@ -47,6 +47,7 @@ def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_pl
 # -- offers and claims ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("argument.send.{room,pages,first_token,end_token}", "argument.receive.{room,endpoint,pages}")
 def test_an_offer_and_a_claim_arrive_as_they_were_made():
     agent, client = agent_and_client()
     client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
@@ -187,6 +188,7 @@ def test_poll_returns_events_in_order_and_none_twice():
     assert client.poll() == []
 
 
+@pytest.mark.shows("argument.wait.timeout_s")
 def test_a_wait_that_gets_nothing_is_a_typed_error():
     _, client = agent_and_client()
     with pytest.raises(WaitTimeout, match="room 7: none of DONE, FAILED"):
@@ -215,6 +217,7 @@ def test_cancel_of_a_room_that_was_never_sent_is_told_and_no_event_follows():
     assert (client.open_count, client.poll()) == (0, [])
 
 
+@pytest.mark.shows("argument.endpoint.timeout_s")
 def test_the_endpoint_is_returned_once_every_rank_is_there():
     agent, client = agent_and_client()
     agent.say(EndpointUpdate(msgspec.structs.replace(ENDPOINT, ranks=ENDPOINT.ranks[:1])))

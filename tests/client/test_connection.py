@@ -51,6 +51,7 @@ def path(tmp_path):
     return str(tmp_path / "engine.sock")
 
 
+@pytest.mark.shows("argument.connect.path")
 def test_a_client_is_welcomed_and_knows_its_worker(path):
     with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
@@ -60,6 +61,7 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
         assert hello.engine
 
 
+@pytest.mark.shows("argument.connect.path")
 def test_without_a_path_the_environment_names_the_socket_and_else_it_is_that_of_an_agent_without_deployment(
     path, monkeypatch
 ):
@@ -126,6 +128,7 @@ def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):
     assert threading.active_count() <= thread_count
 
 
+@pytest.mark.shows("argument.register_pool.regions")
 def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
     descriptors, memories = zip(*(create_region(8192, f"pages-{n}") for n in range(3)), strict=True)
     geometry = msgspec.structs.replace(pool_geometry(LAYOUT, 2), region_bytes=(8192,) * 3)
@@ -216,6 +219,7 @@ def test_close_ends_waits_and_calls_in_other_threads(path):
         client.close()
 
 
+@pytest.mark.shows("argument.poll.timeout_s")
 def test_poll_waits_for_an_event_and_ends_when_the_client_is_closed(path):
     with FakeAgent(path) as agent, client_at(path) as client:
         client.send(7, [1], 0, 4, last=True)

@@ -82,6 +82,7 @@ def test_a_busy_agent_is_asked_again_after_its_hint():
     assert line.dials_s[1] - line.dials_s[0] == pytest.approx(0.1)
 
 
+@pytest.mark.shows("argument.connect.path")
 def test_no_agent_is_named_with_its_path_and_one_that_comes_later_is_found():
     line = Line(reached=False)
     line.pass_s(1.0)

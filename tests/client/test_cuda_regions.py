@@ -20,6 +20,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return found
 
 
+@pytest.mark.shows("argument.device_region.tensor", "argument.device_name.tensor")
 @pytest.mark.parametrize("wrong", [torch.zeros(4), torch.zeros(4, device="meta"), [1]], ids=["CPU", "meta", "list"])
 def test_only_a_cuda_tensor_has_a_handle(wrong: object) -> None:
     for question in (device_region, device_name):

@@ -46,6 +46,12 @@ def lines():
     return device, host, host.client
 
 
+@pytest.mark.shows(
+    "argument.connect.host_layout",
+    "argument.receive.memory",
+    "argument.register_pool.memory",
+    "argument.unregister_pool.memory",
+)
 def test_pools_and_claims_go_to_the_worker_of_their_memory(lines):
     device, host, client = lines
     reading, writing = os.pipe()
@@ -62,6 +68,7 @@ def test_pools_and_claims_go_to_the_worker_of_their_memory(lines):
     assert [len(line.of(UnregisterPool)) for line in (device, host)] == [0, 1]
 
 
+@pytest.mark.shows("argument.receive.memory")
 @pytest.mark.parametrize("target", TargetMemory)
 def test_a_claim_that_names_no_memory_gets_the_deployments(target):
     device = Line(greet=lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", 60_000_000_000, target))

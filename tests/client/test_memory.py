@@ -88,6 +88,7 @@ def test_a_region_of_no_bytes_is_refused():
         create_region(0, "empty")
 
 
+@pytest.mark.shows("argument.torch_region.tensor")
 def test_a_torch_storage_is_shared_in_place_and_its_views_follow():
     cache = torch.arange(1000, dtype=torch.float32)
     view = cache[100:200].view(10, 10)
@@ -124,6 +125,7 @@ def test_what_is_no_cpu_tensor_is_refused(wrong):
     assert not left_open(before)
 
 
+@pytest.mark.shows("argument.pool_geometry.layout")
 @pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
 def test_the_plain_geometry_addresses_each_element_of_a_contiguous_tensor(order):
     rank, pages, offset = layout(order), 5, 128

@@ -35,6 +35,12 @@ def region() -> Iterator[int]:
     os.close(descriptor)
 
 
+@pytest.mark.shows(
+    "argument.send.room",
+    "argument.cancel.{room,half,instance,pool}",
+    "argument.wait.{room,half,instance,pool}",
+    "argument.is_open.{room,half,instance,pool}",
+)
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
 def test_another_room_half_instance_or_pool_is_not_meant(other):
     agent, client = agent_and_client()
@@ -52,6 +58,7 @@ def test_another_room_half_instance_or_pool_is_not_meant(other):
     assert told(agent, Cancel) == [*cancelled, Cancel(0, *_key(MINE))]
 
 
+@pytest.mark.shows("argument.wait.kinds")
 def test_an_event_of_another_kind_is_not_waited_for():
     agent, client = agent_and_client()
     client.send(7, [1], 0, 4, last=True)
@@ -70,6 +77,13 @@ CALLS: dict[str, Callable[[Client, int], object]] = {
 }
 
 
+@pytest.mark.shows(
+    "argument.send.timeout_s",
+    "argument.receive.timeout_s",
+    "argument.cancel.timeout_s",
+    "argument.register_pool.timeout_s",
+    "argument.unregister_pool.timeout_s",
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_not_answered_waits_as_long_as_it_is_told(path, region, name):
     silent = []
@@ -85,6 +99,7 @@ def test_a_call_that_is_not_answered_waits_as_long_as_it_is_told(path, region, n
             CALLS[name](client, region)
 
 
+@pytest.mark.shows("argument.connect.instance", "argument.connect.device", "argument.connect.roles")
 def test_an_engine_says_who_it_is_where_its_pages_are_and_what_it_does(path):
     given = {"instance": "one", "device": "cpu", "roles": [Half.SOURCE]}
     with FakeAgent(path) as agent:
@@ -100,6 +115,7 @@ def test_an_engine_says_who_it_is_where_its_pages_are_and_what_it_does(path):
     ]
 
 
+@pytest.mark.shows("argument.register_pool.pool", "argument.register_pool.geometry")
 def test_a_pool_is_registered_under_its_number_with_its_geometry(path, region):
     offset = pool_geometry(LAYOUT, 1, offset=64, region_bytes=GEOMETRY.region_bytes[0])
     with FakeAgent(path) as agent, client_at(path) as client:
@@ -108,6 +124,12 @@ def test_a_pool_is_registered_under_its_number_with_its_geometry(path, region):
         assert [(message.pool, message.geometry) for message in agent.of(RegisterPool)] == [(3, GEOMETRY), (4, offset)]
 
 
+@pytest.mark.shows(
+    "argument.pool_geometry.page_count",
+    "argument.pool_geometry.offset",
+    "argument.pool_geometry.order",
+    "argument.pool_geometry.region_bytes",
+)
 def test_each_argument_of_a_geometry_moves_its_planes():
     plain = pool_geometry(LAYOUT, 2)
     shifted = pool_geometry(LAYOUT, 2, offset=4096)
@@ -119,6 +141,7 @@ def test_each_argument_of_a_geometry_moves_its_planes():
     assert head_major.planes[0].head_stride == LAYOUT.page_size * head_major.planes[0].token_stride
 
 
+@pytest.mark.shows("argument.create_region.length_bytes", "argument.create_region.name")
 def test_a_region_has_the_name_and_the_length_that_are_given():
     descriptor, memory = create_region(12_345, "kv-of-rank-3")
     try:

@@ -138,6 +138,7 @@ def scheduled(numbers=(), *, preempted=(), new=True, **tokens):
     )
 
 
+@pytest.mark.shows("option.socket")
 def test_a_prompt_goes_from_one_engines_blocks_to_the_others(engines):
     prefill, decode = engines
     prompt = request("p", {"do_remote_decode": True})
@@ -305,6 +306,7 @@ def test_another_vllm_is_refused_when_the_connector_is_loaded():
         importlib.import_module("longshore_engines.vllm")
 
 
+@pytest.mark.shows("option.transfer_limit_s")
 def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path, monkeypatch):
     monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
     engine = Engine(module, tmp_path, "hasty", transfer_limit_s=0.05)
@@ -315,6 +317,7 @@ def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tm
     engine.stop()
 
 
+@pytest.mark.shows("argument.connect.timeout_s", "option.connect_limit_s")
 def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monkeypatch):
     monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
     settings = (
@@ -328,6 +331,7 @@ def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monke
         )
 
 
+@pytest.mark.shows("option.pages")
 def test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover(module, tmp_path):
     engine = Engine(module, tmp_path, "prefill", pages="tokens")
     try:

@@ -29,6 +29,7 @@ def free_bytes(torch: Any) -> int:
     return int(torch.cuda.mem_get_info(0)[0])
 
 
+@pytest.mark.shows("argument.device_region.tensor", "argument.device_name.tensor")
 def test_what_an_engine_wrote_is_read_and_what_we_write_it_sees(torch: Any, engine: EngineProcess) -> None:
     from longshore_agent.memory import cuda
     from longshore_agent.memory.device_memory import DeviceMapping

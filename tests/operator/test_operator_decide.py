@@ -139,6 +139,7 @@ def test_the_scenes_reach_every_row_of_the_table() -> None:
     assert {(row.condition.value, row.name) for row in TABLE} == {*SCENES, *ANSWERED}
 
 
+@pytest.mark.shows("field.transfer.wires")
 def test_a_pair_that_is_refused_for_its_wire_is_named_with_the_wire_the_allowed_ones_and_the_way_out() -> None:
     text = SCENES["TransportVerified", "WireNotAllowed"].message("TransportVerified")
     assert "w on a to d/0/0: TCP" in text
@@ -284,6 +285,7 @@ def test_an_instance_that_spans_nodes_counts_once() -> None:
     assert scene.decide().status["prefill"]["instances"] == 1
 
 
+@pytest.mark.shows("operator.watch_nodes")
 def test_without_nodes_the_roles_agents_are_not_counted() -> None:
     status = two().decide(sees_nodes=False).status
     assert status["prefill"] == {"summary": "TP4", "instances": 0}
@@ -323,6 +325,7 @@ def test_new_keys_wait_for_agents_that_would_not_know_them_and_ready_says_so() -
     assert scene.decide().keys is not None
 
 
+@pytest.mark.shows("field.paused")
 def test_nothing_is_written_while_paused_and_what_waits_is_named() -> None:
     scene = paused()
     scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True, "keysRevision": 2}

@@ -90,6 +90,11 @@ def hello(config: AgentConfig, role: Prefill | Decode) -> Hello:
     return Hello(ENGINE_PROTOCOL_VERSION, "engine", role.layout(config.model), "cpu", (half,))
 
 
+@pytest.mark.shows(
+    "field.model.{attention,layers,kvHeads,headDim,dtype}",
+    "field.{prefill,decode}.{tensorParallel,pipelineParallel,dataParallel,pageSize,pageOrder}",
+    "argument.connect.layout",
+)
 @pytest.mark.parametrize(("path", "value", "named"), LAYOUTS, ids=[path for path, *_ in LAYOUTS])
 def test_engines_of_the_declared_layout_are_taken_in_and_others_refused_by_the_field(
     path: str, value: Any, named: str
@@ -105,6 +110,12 @@ def test_engines_of_the_declared_layout_are_taken_in_and_others_refused_by_the_f
                 reception.admit(other)
 
 
+@pytest.mark.shows(
+    "field.model.layers",
+    "field.{prefill,decode}.tensorParallel",
+    "field.prefill.staging.bufferSize",
+    "field.transfer.{staging,chunkTokens}",
+)
 def test_the_plan_in_the_status_follows_the_layouts() -> None:
     def plan(spec: Body) -> Body:
         status = Scene(**spec).decide().status
@@ -142,6 +153,15 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.shows(
+    "field.prefill.staging.{bufferSize,lanes}",
+    "field.decode.target",
+    "field.decode.staging.poolSize",
+    "field.transfer.{backend,staging,chunkTokens,wires}",
+    "field.integrity.digest",
+    "field.gpu.mps",
+    "field.agents.{hostNetwork,allowOpenDataPath,networkPolicy,httpPort,workerPort}",
+)
 @pytest.mark.parametrize(("path", "value", "name", "wanted"), SETTINGS, ids=[path for path, *_ in SETTINGS])
 def test_a_field_becomes_the_setting_of_its_agents(path: str, value: Any, name: str, wanted: Any) -> None:
     before, after = (Settings.from_config(orders(spec)) for spec in (BASE, changed(path, value)))
@@ -152,6 +172,7 @@ def test_a_field_becomes_the_setting_of_its_agents(path: str, value: Any, name: 
 # -- where and how agents run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("field.{prefill,decode}.nodeSelector")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_agents_run_on_the_nodes_that_a_selector_picks(role: str) -> None:
     def terms(spec: Body) -> list[Body]:
@@ -194,11 +215,13 @@ PODS = [
 ]
 
 
+@pytest.mark.shows("field.agents.{image,hostNetwork,hostIPC,networkPolicy,podMonitor,httpPort,workerPort}")
 @pytest.mark.parametrize(("path", "value", "look", "before", "after"), PODS, ids=[path for path, *_ in PODS])
 def test_a_field_of_agents_is_seen_in_their_pods(path: str, value: Any, look: Any, before: Any, after: Any) -> None:
     assert (look(BASE), look(changed(path, value))) == (before, after)
 
 
+@pytest.mark.shows("field.{,prefill.,decode.}agents.tolerations.{key,operator,value,effect,tolerationSeconds}")
 @pytest.mark.parametrize(
     "toleration",
     [{"key": "gpu"}, {"operator": "Exists"}, {"value": "yes"}, {"effect": "NoExecute"}, {"tolerationSeconds": 60}],
@@ -209,6 +232,7 @@ def test_agents_tolerate_what_is_listed(toleration: Body) -> None:
     assert pod(changed("agents.tolerations", [toleration]))["tolerations"] == [toleration]
 
 
+@pytest.mark.shows("field.agents.keysRevision")
 def test_a_raised_revision_of_keys_asks_for_new_ones() -> None:
     assert Scene(**BASE).decide().keys is None
     new = Scene(**changed("agents.keysRevision", 2)).decide().keys
@@ -216,6 +240,7 @@ def test_a_raised_revision_of_keys_asks_for_new_ones() -> None:
     assert (new.revision, new.previous) == (2, "llama-keys-0123")
 
 
+@pytest.mark.shows("field.{prefill,decode}.instances")
 @pytest.mark.parametrize(("role", "half"), [("prefill", "source"), ("decode", "target")])
 def test_expected_instances_are_counted_and_missed(role: str, half: str) -> None:
     def engines(instances: int | None) -> tuple[str, Any]:

@@ -63,6 +63,7 @@ def start(tmp_path: Path, api: ApiServer) -> Iterator[Callable[..., Running]]:
         one.stop()
 
 
+@pytest.mark.shows("operator.namespace", "operator.identity", "operator.lease_name", "operator.lease_s")
 def test_the_lease_is_the_one_that_is_named_in_the_name_that_is_given_and_for_the_time_that_is_set(
     api: ApiServer, start: Callable[..., Running]
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_lease_is_the_one_that_is_named_in_the_name_that_is_given_and_for_th
     assert (lease["spec"]["holderIdentity"], lease["spec"]["leaseDurationSeconds"]) == ("replica-7", 33)
 
 
+@pytest.mark.shows("operator.watch_namespace", "operator.watch_nodes")
 @pytest.mark.parametrize(("namespace", "nodes"), [("team", "false"), ("", "true")])
 def test_one_namespace_or_all_are_watched_and_nodes_where_they_may_be_read(
     api: ApiServer, start: Callable[..., Running], namespace: str, nodes: str
@@ -92,6 +94,7 @@ def test_one_namespace_or_all_are_watched_and_nodes_where_they_may_be_read(
     assert {("/namespaces/team/" in path) for path in others} == {bool(namespace)}
 
 
+@pytest.mark.shows("operator.http_host", "operator.http_port")
 def test_pages_are_served_where_they_are_set_to_be(api: ApiServer, start: Callable[..., Running]) -> None:
     host = "127.0.0.3"
     port = free_port(host)
@@ -107,6 +110,7 @@ def test_pages_are_served_where_they_are_set_to_be(api: ApiServer, start: Callab
         socket.create_connection((HOST, port), timeout=5)
 
 
+@pytest.mark.shows("operator.resync_s")
 def test_everything_is_listed_again_after_the_time_that_is_set(api: ApiServer, start: Callable[..., Running]) -> None:
     start(resync_s=1)
 
@@ -116,6 +120,7 @@ def test_everything_is_listed_again_after_the_time_that_is_set(api: ApiServer, s
     until(lambda: lists() > 3, "pods to be listed again and again")
 
 
+@pytest.mark.shows("operator.worker_count")
 @pytest.mark.parametrize("count", [2, 5])
 def test_as_many_deployments_are_reconciled_at_once_as_are_set(
     api: ApiServer, start: Callable[..., Running], count: int
@@ -128,6 +133,7 @@ def test_as_many_deployments_are_reconciled_at_once_as_are_set(
     assert api.held["secrets"] == count
 
 
+@pytest.mark.shows("operator.request_timeout_s")
 def test_a_request_that_is_not_answered_ends_after_the_time_that_is_set(
     api: ApiServer, start: Callable[..., Running]
 ) -> None:
@@ -137,6 +143,7 @@ def test_a_request_that_is_not_answered_ends_after_the_time_that_is_set(
     assert configure(Settings(request_timeout_s=3)).networking.request_timeout == 3
 
 
+@pytest.mark.shows("operator.log_level")
 @pytest.mark.parametrize(("level", "told"), [("debug", True), ("error", False)])
 def test_lines_below_the_set_level_are_not_logged(
     api: ApiServer, start: Callable[..., Running], level: str, *, told: bool
@@ -146,6 +153,7 @@ def test_lines_below_the_set_level_are_not_logged(
     assert ("is the active replica" in one.log.read_text()) == told
 
 
+@pytest.mark.shows("operator.log_format")
 def test_every_line_is_one_object_where_that_is_set_also_those_of_kopf(
     api: ApiServer, start: Callable[..., Running]
 ) -> None:
@@ -237,6 +245,7 @@ class Agents:
         return Poller(self.scene.world, WorkQueue(), Held(), chosen)  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("operator.poll_count_max")
 @pytest.mark.parametrize("count_max", [2, 5])
 def test_as_many_agents_are_asked_at_once_as_are_set(count_max: int) -> None:
     async def scenario() -> None:
@@ -250,6 +259,7 @@ def test_as_many_agents_are_asked_at_once_as_are_set(count_max: int) -> None:
     run(scenario)
 
 
+@pytest.mark.shows("operator.poll_timeout_s")
 def test_an_agent_has_as_long_to_answer_as_is_set() -> None:
     async def scenario() -> None:
         async with Agents(1) as agents:
@@ -263,6 +273,7 @@ def test_an_agent_has_as_long_to_answer_as_is_set() -> None:
     run(scenario)
 
 
+@pytest.mark.shows("operator.poll_s")
 def test_agents_are_asked_again_after_the_time_that_is_set() -> None:
     async def scenario() -> None:
         async with Agents(1) as often, Agents(1) as seldom:
@@ -280,6 +291,7 @@ def test_agents_are_asked_again_after_the_time_that_is_set() -> None:
     run(scenario)
 
 
+@pytest.mark.shows("operator.lease_renew_s")
 def test_a_lease_is_renewed_after_the_time_that_is_set() -> None:
     async def scenario() -> None:
         often, seldom = LeaseServer(), LeaseServer()
@@ -301,6 +313,7 @@ def test_a_lease_is_renewed_after_the_time_that_is_set() -> None:
     run(scenario)
 
 
+@pytest.mark.shows("operator.resync_s")
 def test_everything_is_looked_at_again_after_the_time_that_is_set() -> None:
     async def scenario() -> None:
         often, seldom = WorkQueue(), WorkQueue()
@@ -331,6 +344,13 @@ def reconciler(world: World, **settings: Any) -> Reconciler:
     return Reconciler(world, Nobody(), WorkQueue(), Nobody(), chosen, Metrics())  # type: ignore[arg-type]
 
 
+@pytest.mark.shows(
+    "operator.agent_image",
+    "operator.agent_image_pull_policy",
+    "operator.agent_image_pull_secrets",
+    "operator.agent_runtime_class",
+    "operator.operator_image",
+)
 def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none() -> None:
     def pod(**settings: str) -> dict[str, Any]:
         scene = Scene()
@@ -348,6 +368,7 @@ def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none()
     assert pod(operator_image="ours:4")["initContainers"][0]["image"] == "ours:4"
 
 
+@pytest.mark.shows("operator.log_format")
 def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -> None:
     def form(given: list[dict[str, str]], **settings: str) -> list[str]:
         scene = Scene(agents={"env": given})
@@ -363,6 +384,7 @@ def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -
         Settings.from_environment({"LONGSHORE_LOG_FORMAT": "xml"})
 
 
+@pytest.mark.shows("operator.allow", "operator.allow_capabilities", "operator.allow_host_paths")
 def test_deployments_get_what_the_settings_allow() -> None:
     volumes = [{"name": "verbs", "hostPath": {"path": "/dev/infiniband/uverbs0"}}]
     agents = {"hostIPC": True, "volumes": volumes, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
@@ -379,6 +401,7 @@ def test_deployments_get_what_the_settings_allow() -> None:
         Settings.from_environment({"LONGSHORE_ALLOW": "hostPID"})
 
 
+@pytest.mark.shows("operator.mps_host_directory", "operator.mps_pipe_directory")
 def test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_is_set() -> None:
     scene = Scene(gpu={"mps": True})
 
@@ -401,6 +424,7 @@ def test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_
         Settings.from_environment({"LONGSHORE_MPS_PIPE_DIRECTORY": "/mps"})
 
 
+@pytest.mark.shows("operator.poll_stale_s")
 @pytest.mark.parametrize(("stale_s", "silent"), [(5.0, True), (60.0, False)])
 def test_an_answer_counts_for_as_long_as_is_set(stale_s: float, *, silent: bool) -> None:
     scene = Scene()

@@ -63,6 +63,7 @@ def two(server: Server) -> tuple[Mutex, Mutex]:
     return Mutex(server, SETTINGS, "one"), Mutex(server, SETTINGS, "two")  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("operator.lease_s")
 def test_the_second_one_waits_until_it_has_seen_the_lease_unchanged_for_its_duration(clock: Clock) -> None:
     async def play() -> None:
         one, other = two(Server())

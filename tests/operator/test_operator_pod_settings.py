@@ -54,6 +54,18 @@ MOUNTS = [
 ]
 
 
+# The same fields of pods are in `agents` and in both roles.
+@pytest.mark.shows(
+    "field.{,prefill.,decode.}agents.{annotations,labels,priorityClassName}",
+    "field.{,prefill.,decode.}agents.env.{name,value}",
+    "field.{,prefill.,decode.}agents.resources.{limits,requests}",
+    "field.{,prefill.,decode.}agents.resources.claims.{name,request}",
+    "field.{,prefill.,decode.}agents.resourceClaims.{name,resourceClaimName,resourceClaimTemplateName}",
+    "field.{,prefill.,decode.}agents.securityContext.capabilities.add",
+    "field.{,prefill.,decode.}agents.securityContext.seLinuxOptions.{level,type}",
+    "field.{,prefill.,decode.}agents.volumes.{name,configMap,secret,emptyDir,projected,downwardAPI,csi,hostPath}",
+    "field.{,prefill.,decode.}agents.volumeMounts.{name,mountPath,readOnly,subPath}",
+)
 def test_fields_of_pods_are_where_kubernetes_has_them() -> None:
     claims = [{"name": "gpu", "resourceClaimTemplateName": "all-gpus"}, {"name": "nic", "resourceClaimName": "nics"}]
     agents = {
@@ -91,6 +103,17 @@ def test_fields_of_pods_are_where_kubernetes_has_them() -> None:
         assert not {"volumes", "env"} & spec["initContainers"][0].keys()
 
 
+@pytest.mark.shows(
+    "field.{,prefill.,decode.}agents.{annotations,labels,priorityClassName,runtimeClassName}",
+    "field.{,prefill.,decode.}agents.env.{name,value}",
+    "field.{,prefill.,decode.}agents.resources.{limits,requests}",
+    "field.{,prefill.,decode.}agents.resources.claims.{name,request}",
+    "field.{,prefill.,decode.}agents.resourceClaims.{name,resourceClaimName,resourceClaimTemplateName}",
+    "field.{,prefill.,decode.}agents.securityContext.capabilities.add",
+    "field.{,prefill.,decode.}agents.securityContext.seLinuxOptions.{level,type}",
+    "field.{,prefill.,decode.}agents.volumes.{name,configMap,secret,emptyDir,projected,downwardAPI,csi,hostPath}",
+    "field.{,prefill.,decode.}agents.volumeMounts.{name,mountPath,readOnly,subPath}",
+)
 def test_a_role_overrides_the_settings_of_all_agents_entry_by_entry() -> None:
     common = {
         "env": [{"name": "UCX_TLS", "value": "all"}, {"name": "UCX_LOG_LEVEL", "value": "warn"}],
@@ -177,6 +200,7 @@ def variables(**agents: Any) -> Body:
     return {entry["name"]: entry.get("value") for entry in container(**agents)["env"]}
 
 
+@pytest.mark.shows("field.{,prefill.,decode.}agents.gpuAccess")
 def test_agents_see_all_gpus_by_the_nvidia_runtime() -> None:
     found = pod(gpuAccess="Runtime")
     assert found["runtimeClassName"] == "nvidia"
@@ -187,6 +211,7 @@ def test_agents_see_all_gpus_by_the_nvidia_runtime() -> None:
     assert variables(gpuAccess="Runtime", env=narrower)["NVIDIA_VISIBLE_DEVICES"] == "0,1"
 
 
+@pytest.mark.shows("field.{,prefill.,decode.}agents.gpuAccess")
 def test_agents_see_all_gpus_by_cdi() -> None:
     template = templates(agents={"gpuAccess": "CDI"})["decode"]
     assert template["metadata"]["annotations"]["cdi.k8s.io/longshore-agent"] == "nvidia.com/gpu=all"
@@ -220,6 +245,7 @@ def engine_variables(**spec: Any) -> dict[str, Body]:
     return {role: body["data"] for body in found if (role := body["metadata"]["labels"].get(names.ENGINE_LABEL))}
 
 
+@pytest.mark.shows("field.gpu.mps")
 def test_with_gpu_mps_agents_and_engines_find_the_pipes_of_the_nodes_daemon() -> None:
     spec = {"gpu": {"mps": True}}
     for template in templates(**spec).values():
@@ -294,6 +320,7 @@ def test_pages_in_host_memory_take_a_worker_and_a_ring_of_their_own_beside_each_
     assert memory("prefill", decode=host) == memory("prefill")
 
 
+@pytest.mark.shows("field.{prefill,decode}.ranksPerNode")
 def test_the_ranks_of_a_node_limit_its_agents_memory() -> None:
     eight = {"memory": "35072Mi"}
     assert memory(decode=DECODE | {"ranksPerNode": 8}) == {"requests": eight, "limits": eight}
@@ -304,6 +331,7 @@ def test_given_memory_stands(given: Body) -> None:
     assert memory(decode=DECODE | {"ranksPerNode": 8}, agents={"resources": given}) == given
 
 
+@pytest.mark.shows("field.{,prefill.,decode.}agents.guaranteed")
 def test_one_field_makes_pods_guaranteed() -> None:
     resources = {"requests": {"cpu": 2}, "limits": {"rdma/hca": 1}}
     found = pod(guaranteed=True, resources=resources)
@@ -352,6 +380,7 @@ ASKED: dict[str, tuple[Body, Allowed, str]] = {
 }
 
 
+@pytest.mark.shows("field.agents.image", "field.agents.hostIPC")
 @pytest.mark.parametrize("value", ASKED)
 def test_only_the_administrator_allows_a_part_of_the_node(value: str) -> None:
     agents, allowed, path = ASKED[value]

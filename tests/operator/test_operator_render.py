@@ -164,6 +164,7 @@ def test_a_change_replaces_the_agents_that_read_it_at_start_and_no_others(
     )
 
 
+@pytest.mark.shows("field.agents.updateStrategy.type", "field.agents.updateStrategy.rollingUpdate.maxUnavailable")
 @pytest.mark.parametrize("limit", [3, "10%"])
 def test_as_many_agents_are_away_at_a_time_as_the_spec_says(limit: object) -> None:
     def strategies(**agents: Any) -> list[Any]:
@@ -192,6 +193,7 @@ def test_an_agent_that_drains_is_not_killed_meanwhile() -> None:
     assert pod["terminationGracePeriodSeconds"] > drain_s + 10
 
 
+@pytest.mark.shows("field.agents.networkPolicy")
 def test_only_agents_of_the_deployment_reach_each_others_data_path() -> None:
     rules = children()["NetworkPolicy"]["spec"]["ingress"]
     pods = {"podSelector": {"matchLabels": {"longshore.dev/deployment": "llama"}}}

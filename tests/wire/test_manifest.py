@@ -71,6 +71,7 @@ def test_each_fault_names_its_path(old: str, new: str, fault: str) -> None:
     )
 
 
+@pytest.mark.shows("field.agents.allowOpenDataPath")
 @pytest.mark.parametrize("backend", ["NIXL", "Mooncake"])
 @pytest.mark.parametrize("agents", ["hostNetwork: true", "networkPolicy: false"])
 def test_data_ports_that_others_reach_are_taken_where_the_manifest_accepts_it(backend: str, agents: str) -> None:
@@ -82,6 +83,7 @@ def test_data_ports_that_others_reach_are_taken_where_the_manifest_accepts_it(ba
     assert config.control.allow_open_data_path
 
 
+@pytest.mark.shows("field.agents.networkPolicy")
 def test_what_keeps_others_from_data_ports_is_told_to_the_agents() -> None:
     assert manifest.load(EXAMPLE).agent_config().control.network_policy is True
     alone = EXAMPLE.replace("chunkTokens: 8192", "wires: [CudaIPC, NVLink]") + "  agents: {networkPolicy: false}\n"
