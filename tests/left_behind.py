@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ SHARED = Path("/dev/shm")
 # Processes that end by themselves after the one that started them: the resource tracker of multiprocessing, for example.
 _END_LIMIT_S = 5.0
 _LOOK_S = 0.05
+_PAUSE = threading.Event()
 
 
 class Marked:
@@ -105,7 +107,7 @@ def wait_for_end(mark: str) -> dict[int, str]:
     """Return the processes with a mark that do not end by themselves within some seconds."""
     end_s = time.monotonic() + _END_LIMIT_S
     while (found := processes_with(mark)) and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
+        _PAUSE.wait(_LOOK_S)
     return found
 
 
@@ -115,7 +117,7 @@ def kill_all(mark: str) -> None:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_S)
+        _PAUSE.wait(_LOOK_S)
 
 
 def _clean_up_after(mark: str) -> None:

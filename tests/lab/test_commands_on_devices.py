@@ -28,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 """
 WAYS = ["staged 2→1", "staged 1→1", "direct 2→1", "direct 1→1"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rest("benches")]
 
 
 def said_by(*words: str) -> str:

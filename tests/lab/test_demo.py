@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_fleet import over
 from left_behind import marked
 
 from longshore_cli.main import main
@@ -39,6 +40,7 @@ sys.exit(main(["demo", "--quick", "--backend", "Loopback"]))
 """
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_the_demo_moves_kv_over_both_transports_compares_it_and_leaves_nothing(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
@@ -71,6 +73,7 @@ def test_the_demo_moves_kv_over_both_transports_compares_it_and_leaves_nothing(t
     assert "in 3 chunks" in said
 
 
+@pytest.mark.rest("benches")
 @pytest.mark.slow
 def test_the_demo_fails_and_names_the_room_where_one_token_differs() -> None:
     with marked(["-c", TAMPERED]) as run:
@@ -104,7 +107,7 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["agent", "worker"])
+@pytest.mark.parametrize("part", over("agent", "worker", part="benches"))
 def test_a_demo_names_the_agent_or_worker_that_was_killed_and_leaves_nothing(part: str) -> None:
     with marked([*DEMO, "--backend", "Loopback"]) as run:
         run.read_until("prefill begins")
