@@ -28,6 +28,7 @@ DESCRIPTOR_MAX = 2**31 - 1
 # Characters of a value that an error shows. More would hide the rest of its text.
 SHOWN_MAX = 80
 _SHOWN_AS_POWER_MIN = 1 << 16
+_NUMBERS = (int, float)
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -114,7 +115,7 @@ def flag(name: str, value: object) -> bool:
 
 def timeout(value: object) -> float:
     """Return a timeout in seconds."""
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    number = float(value) if isinstance(value, _NUMBERS) and not isinstance(value, bool) else math.nan
     if not 0 <= number <= threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"timeout_s is {_shown(value)}: give seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None where there is no limit"

@@ -388,12 +388,14 @@ class Client:
         # The pages of an engine whose device is the CPU are in host memory anyway.
         is_apart = TargetMemory.HOST in self._links or self._core.device != "cpu"
         if memory is None and is_apart and welcome is not None and welcome.target is TargetMemory.HOST:
-            chosen, named = TargetMemory.HOST, "memory is not given, and the deployment's decode.target is Host"
+            chosen = TargetMemory.HOST
         else:
             chosen = TargetMemory.DEVICE if memory is None else arguments.memory_of(memory)
-            named = f"memory is {chosen.name}"
         link = self._links.get(chosen)
         if link is None:
+            named = f"memory is {chosen.name}"
+            if memory is None:
+                named = f"memory is not given, and the deployment's decode.target is {chosen.name.capitalize()}"
             raise ArgumentError(f"{named}: give connect the host_layout of this rank's pages there, or use DEVICE")
         return link
 

@@ -35,6 +35,8 @@ POLL_MAX_S = 3600.0
 # Messages read before callers get the lock again.
 RECEIVE_BATCH_MAX = 64
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
+# As a number: operators of flags of `enum` take as long as the system call.
+_CUT = int(socket.MSG_TRUNC)
 _REMEDY = (
     f"give the engine's pod securityContext.supplementalGroups: [{AGENT_USER_ID}], or on a machine of your own the group "
     "of the agent; if it has that group, SELinux or AppArmor refuses it"
@@ -107,7 +109,7 @@ class AgentSocket:
                 data, _, flags, _ = self._socket.recvmsg(ENGINE_MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 break
-            if flags & socket.MSG_TRUNC:
+            if flags & _CUT:
                 raise CodecError(f"a message above {ENGINE_MESSAGE_BYTES_MAX} bytes")
             if not data:
                 if messages:

@@ -17,11 +17,12 @@ from longshore_wire.errors import Reason
 
 PAGE_BYTES = 4  # of an id in a message
 _SIGN_BIT = 0x80  # of an id's highest byte
+_PACKED = (bytes, bytearray, memoryview)
 
 
 def packed_pages(pages: Sequence[int] | bytes) -> bytes:
     """Return page ids as packed int32, little endian. Bytes must be packed already. Raises ArgumentError."""
-    if isinstance(pages, bytes | bytearray | memoryview):
+    if isinstance(pages, _PACKED):
         packed = bytes(pages)
         if len(packed) % PAGE_BYTES:
             raise ArgumentError(f"pages are {len(packed)} bytes: give int32 ids of {PAGE_BYTES} bytes each")
@@ -37,7 +38,7 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
             numbers.byteswap()
         packed = numbers.tobytes()
     high_bytes = packed[PAGE_BYTES - 1 :: PAGE_BYTES]
-    if max(high_bytes, default=0) & _SIGN_BIT:
+    if not high_bytes.isascii():
         index = next(at for at, byte in enumerate(high_bytes) if byte & _SIGN_BIT)
         page = int.from_bytes(packed[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], "little", signed=True)
         raise ArgumentError(f"pages[{index}] is {page}: give ids from 0 on", reason=Reason.PAGE_OUT_OF_RANGE)

@@ -33,4 +33,4 @@ def split(text: str) -> tuple[Listener, ...]:
 
 def main_address(text: str) -> str:
     """Return `host:port` of the first listener. It does not change with the keys, and only one process can own it."""
-    return split(text)[0].address
+    return text.split(",", 1)[0].partition("#")[0]

@@ -72,7 +72,7 @@ class AllowedWires:
 
 def needs_wire(ways: Collection[str]) -> bool:
     """Whether a peer needs a transport, by the ways of its rooms so far (status names). Without rooms it may need one."""
-    return set(ways) != {Way.DIRECT.name.lower()}
+    return set(ways) != {Way.DIRECT.label}
 
 
 def _name(peer: PeerId) -> str:

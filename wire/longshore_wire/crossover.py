@@ -10,7 +10,6 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import msgspec
 
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import Attention
-from longshore_wire.names import WIDER_WIRES
+from longshore_wire.names import WIDER_WIRES, Labelled
 from longshore_wire.plan import Pair, RunRule, Staging, Way
 
 VERSION = 1
@@ -27,7 +26,7 @@ FILE_BYTES_MAX = 1 << 20
 _NUMBERS = re.compile(r"\[\s+([-+.,e0-9\s]+?)\s+\]")
 
 
-class Why(IntEnum):
+class Why(Labelled):
     """The reason for a pair's way; claims carry the number."""
 
     UNDECIDED = 0  # the wire is not known yet

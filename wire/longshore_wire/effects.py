@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
@@ -108,24 +110,21 @@ class SessionConfig:
     direct_slab_bytes: int = 0  # slab size of way DIRECT, where one slab keeps the device busy; 0: as in other ways
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAttached:
+class PeerAttached(msgspec.Struct, frozen=True):
     """A peer has attached: connect the transport with its newest Attach before any later effect."""
 
     peer: PeerId
     attach: Attach
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True):
     """A peer is lost or replaced: drop its transport metadata."""
 
     peer: PeerId
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Open a connection to a source worker.
 
     Attributes:
@@ -137,15 +136,13 @@ class Dial:
     admits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
+class HangUp(msgspec.Struct, frozen=True):
     """Close the connection to a source worker that is gone and has no rooms left."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeLiveness:
+class ProbeLiveness(msgspec.Struct, frozen=True):
     """Probe whether a life of a peer's worker still listens; answer with `peer_dead` or `peer_listens`."""
 
     peer: PeerId
@@ -153,8 +150,7 @@ class ProbeLiveness:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrainWriter:
+class DrainWriter(msgspec.Struct, frozen=True):
     """A life of a source has ended: read all of its remaining data, then answer with `writer_drained`.
 
     A kernel still delivers data of a killed process, and the data stays in our sockets until we read it.
@@ -165,8 +161,7 @@ class DrainWriter:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartWrite:
+class StartWrite(msgspec.Struct, frozen=True):
     """Bring one slab to its target; answer with `write_done` (of 0 bytes if it was dropped) or `write_failed`."""
 
     peer: PeerId
@@ -181,11 +176,14 @@ class StartWrite:
     total_tokens: int  # -1: the engine has not said `last` yet
     target_pages: bytes  # int32, little endian, from page number first claimed token // page size on; empty if staged
     first_claimed_token: int
-    digest_key: bytes = field(default=b"", repr=False)  # empty: no digests
+    digest_key: bytes = b""  # empty: no digests
+
+    def __repr__(self) -> str:
+        """Omit the key, since effects may be logged."""
+        return f"StartWrite({self.pair}, slab={self.slab}, tokens={self.tokens}, way={self.way.name})"
 
 
-@dataclass(frozen=True, slots=True)
-class StartScatter:
+class StartScatter(msgspec.Struct, frozen=True):
     """Copy one landed slab into pages and compare digests, or compare those of pages that were written in place.
 
     Answer with `scatter_done` or `scatter_failed`.
@@ -200,8 +198,12 @@ class StartScatter:
     offset_bytes: int
     generation: int
     way: Way = Way.STAGED
-    digest_key: bytes = field(default=b"", repr=False)  # empty: compare no digests
+    digest_key: bytes = b""  # empty: compare no digests
     digests: bytes = b""  # of the source's pages, see SlabReady
+
+    def __repr__(self) -> str:
+        """Omit the key, since effects may be logged."""
+        return f"StartScatter({self.pair}, slab={self.slab}, tokens={self.tokens}, way={self.way.name})"
 
 
 class PairEnd(NamedTuple):
@@ -212,8 +214,7 @@ class PairEnd(NamedTuple):
     slab_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoomEnded:
+class RoomEnded(msgspec.Struct, frozen=True):
     """A half of a room is done (Reason.NONE) or has failed: notify its engine."""
 
     half: Half
@@ -240,24 +241,21 @@ class RoomEnded:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RoomReleased:
+class RoomReleased(msgspec.Struct, frozen=True):
     """No peer and no part of this worker accesses the room's pages any more: notify its engine, drop the page list."""
 
     half: Half
     key: RoomKey
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to a peer now, or drop it: the core repeats messages itself."""
 
     peer: PeerId
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Stale:
+class Stale(msgspec.Struct, frozen=True):
     """A message was ignored because it belongs to another life, another grant or no room: count it."""
 
     message: str

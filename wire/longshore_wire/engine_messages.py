@@ -15,6 +15,7 @@ import msgspec
 from longshore_wire.codec import Codec
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
+from longshore_wire.names import Labelled
 
 # While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 ENGINE_PROTOCOL_VERSION = 1
@@ -24,7 +25,7 @@ PAGES_PER_MESSAGE_MAX = 8192
 TOKENS_MAX = 1 << 30
 
 
-class Half(IntEnum):
+class Half(Labelled):
     """The half of a room that an engine holds."""
 
     SOURCE = 0  # it offers pages: prefill

@@ -6,10 +6,10 @@ since engines and peers of other versions read it.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from longshore_wire.names import Labelled
 
 
-class Reason(IntEnum):
+class Reason(Labelled):
     """Why a room, a registration or a message was refused or failed. Messages carry the number."""
 
     NONE = 0

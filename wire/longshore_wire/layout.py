@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from longshore_wire.errors import LayoutError
+from longshore_wire.names import Labelled
 
 # Limits on a peer's declarations. The largest known models stay below a tenth of each.
 LAYERS_MAX = 4096
@@ -44,7 +45,7 @@ class Attention(IntEnum):
     LATENT = 1  # MLA: one latent per token, no heads to split
 
 
-class TargetMemory(IntEnum):
+class TargetMemory(Labelled):
     """The memory of an engine's pages. Prefill's are always DEVICE."""
 
     DEVICE = 0  # of the engine's device, which may be the CPU

@@ -1,6 +1,22 @@
-"""Names and numbers that the operator, the agent, the client and the command line share. Constants only."""
+"""Names and numbers that the operator, the agent, the client and the command line share."""
 
 from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Labelled(IntEnum):
+    """An enumeration of which messages carry the number.
+
+    Attributes:
+        label: how metrics, statuses and texts name a member.
+    """
+
+    label: str
+
+    def __init__(self, _number: int) -> None:
+        self.label = self.name.lower()
+
 
 PRODUCT = "longshore"
 

@@ -18,6 +18,7 @@ import msgspec
 
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
+from longshore_wire.names import Labelled
 
 # A worker has few kinds of peers. Each pair of layouts is planned once for each replica, then looked up for every
 # room.
@@ -29,7 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 MIXED = "Mixed"
 
 
-class Way(IntEnum):
+class Way(Labelled):
     """How the bytes of a pair are moved. Messages carry the number."""
 
     CONTIGUOUS = 0  # whole pages, written in place

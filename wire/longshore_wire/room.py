@@ -38,6 +38,7 @@ from longshore_wire.states import (
     step,
 )
 
+_UNANSWERED = frozenset({TargetPairState.WAITING, TargetPairState.CLAIMED})
 # In these states the source may write the region.
 _WRITABLE = frozenset({TargetSlab.GRANTED, TargetSlab.QUARANTINED})
 
@@ -188,7 +189,7 @@ class SourceRoom(Room):
         """Whether `last` is set and every expected rank has all tokens of its claim."""
         if self.total_tokens < 0 or self.expected is None:
             return False
-        ranks = {peer.rank for peer, pair in self.pairs.items() if pair.done}
+        ranks = {peer.rank for peer, pair in self.pairs.items() if pair.acked_count == len(pair.states)}
         return self.expected <= ranks
 
 
@@ -315,8 +316,7 @@ class TargetRoom(Room):
     @property
     def answered(self) -> bool:
         """Whether every source has answered its claim."""
-        pending = (TargetPairState.WAITING, TargetPairState.CLAIMED)
-        return not any(pair.state in pending for pair in self.pairs.values())
+        return not any(pair.state in _UNANSWERED for pair in self.pairs.values())
 
     @property
     def exposed(self) -> bool:

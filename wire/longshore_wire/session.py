@@ -377,7 +377,11 @@ class Timers(Generic[K]):
     def pop(self, now_ns: int) -> list[K]:
         """Return the due keys, earliest first, and remove their deadlines."""
         due: list[K] = []
-        while (next_ns := self.next_ns()) is not None and next_ns <= now_ns:
+        # The heap's first is never after the earliest deadline.
+        while self._heap and self._heap[0][0] <= now_ns:
+            next_ns = self.next_ns()
+            if next_ns is None or next_ns > now_ns:
+                break
             key = heapq.heappop(self._heap)[2]
             del self._due_ns[key]
             due.append(key)

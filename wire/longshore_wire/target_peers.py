@@ -214,7 +214,7 @@ class TargetPeers(Session):
         known.rooms[key] = None
         if known.state in (PeerState.LOST, PeerState.REFUSED) or not known.address:
             self._dial_at(known, named.address, now_ns)
-        elif main_address(known.address) != main_address(named.address) and known.rival_since_ns is None:
+        elif not is_here and known.rival_since_ns is None:
             # Two addresses for one name: probe the dialled one before the other is dialled.
             known.rival_since_ns = now_ns
             self._beat(peer, now_ns)
@@ -383,7 +383,7 @@ class TargetPeers(Session):
         if first_time:
             if pair.route is not None:
                 known.claimed(room.key, pair.way)
-                self.counters[f"claims.{pair.way.name.lower()}.{pair.why.name.lower()}"] += 1
+                self.counters[f"claims.{pair.way.label}.{pair.why.label}"] += 1
             pair.pair = msgspec.structs.replace(pair.pair, source_epoch=known.epoch)
             pair.engine = known.attach.engine
             self._claim_counts[pair.peer] += 1

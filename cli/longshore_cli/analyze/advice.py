@@ -17,7 +17,7 @@ from longshore_wire.quantity import QuantityError, format_quantity, parse_quanti
 SLABS_WARNED = 1000
 _MIB = 1 << 20
 # With these reasons, the way depends on the size of a room.
-_SIZED = {Why.MEASURED.name.lower(), Why.NO_RING.name.lower()}
+_SIZED = {Why.MEASURED.label, Why.NO_RING.label}
 
 
 def warnings(spec: Spec, found: Sizes) -> list[Finding]:

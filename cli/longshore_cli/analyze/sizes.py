@@ -252,7 +252,7 @@ def _planned(
             )
             found.setdefault((between, Choice(choice.way, choice.why)), []).append(wire)
     ways = tuple(
-        WayOf(between, tuple(filter(None, over)), _word(choice.way), choice.why.name.lower(), _meaning(choice, config))
+        WayOf(between, tuple(filter(None, over)), _word(choice.way), choice.why.label, _meaning(choice, config))
         for (between, choice), over in found.items()
     )
     return plans[_FAR], ways
@@ -284,7 +284,7 @@ def _meaning(choice: Choice, config: AgentConfig) -> str:
         Why.DEFAULT: "both sides cut pages alike"
         if choice.way is Way.CONTIGUOUS
         else "the two sides cut pages differently",
-    }.get(choice.why, choice.why.name.lower())
+    }.get(choice.why, choice.why.label)
 
 
 def _pair_sizes(pair: Pair, chunk: int, grids: tuple[SlabGrid, ...] | None) -> PairSizes:

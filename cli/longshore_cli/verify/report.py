@@ -42,7 +42,7 @@ class Load:
 def plan_line(plan: Plan, config: AgentConfig) -> str:
     """Return what the deployment's layouts plan for a room, before its wire is known."""
     staging = config.transfer.staging.value
-    text = f"plan: {len(plan.pairs)} pairs of ranks, {plan.way.name.lower()}"
+    text = f"plan: {len(plan.pairs)} pairs of ranks, {plan.way.label}"
     if plan.way is not Way.STAGED or config.transfer.staging is not StagingMode.AUTO:
         return f"{text} (transfer.staging: {staging})"
     return f"{text}; with transfer.staging: {staging}, decode may choose in place by the measurements for a wire"
@@ -85,7 +85,7 @@ def summary(judged: Sequence[Judged], pair_count: int) -> str:
 def verify_json(judged: Sequence[Judged], pair_count: int, plan: Plan) -> str:
     """Return all results as JSON."""
     pairs = [asdict(each.pair) | {"expected": each.expected, "verdict": each.verdict.lower()} for each in judged]
-    planned = {"way": plan.way.name.lower(), "rank_pairs": len(plan.pairs)}
+    planned = {"way": plan.way.label, "rank_pairs": len(plan.pairs)}
     return _json({"pairs": pairs, "pair_count": pair_count, "plan": planned})
 
 
