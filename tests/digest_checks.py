@@ -244,9 +244,9 @@ class Recorded:
         copy_to_device: Callable[..., None] = cuda.copy_to_device
         key = expanded(KEY).tobytes()
 
-        def upload(device: object, at: int, origin: int, length: int, stream: int) -> None:
-            copy_to_device(device, at, origin, length, stream)
-            begins = bytes((ctypes.c_uint8 * length).from_address(at))
+        def upload(device: object, at: int, data: bytes, stream: int) -> None:
+            copy_to_device(device, at, data, stream)
+            begins = bytes((ctypes.c_uint8 * len(data)).from_address(at))
             known = begins.startswith(key) and not any(begins[len(key) :])
             self.calls.append(("key and zeros" if known else "page ids", stream))
 

@@ -112,7 +112,7 @@ def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
         },
         copier_module: {"CopyStream": stream_of, "torch": _TORCH},
         cuda: {
-            "copy_to_device": lambda _, target, source, length, stream: ctypes.memmove(target, source, length),
+            "copy_to_device": lambda _, target, data, stream: ctypes.memmove(target, data, len(data)),
             "launch": lambda *arguments: launches.append(arguments),
             "Event": PlayedEvent,
             "HostBytes": PlayedBytes,

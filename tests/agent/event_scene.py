@@ -34,7 +34,7 @@ class EventScene:
         self.device = FakeDevice(**device)
         self.transport: Any = transport or FakeTransport()
         self.metrics, self.spans, self.ends = Metrics(), SpanRecorder(100), Ends()
-        log = StageLog(self.metrics, self.spans, deferred=True)
+        log = StageLog(self.metrics, self.spans, later=True)
         counts = LaneCounts([0] * lane_count, [0] * lane_count)
         buffer = StagingRange(base, memory_bytes, memory_bytes)
         copier: Any = self.device
@@ -43,7 +43,7 @@ class EventScene:
         gates = Gate(COPIES_AHEAD_MAX), Gate(WRITES_OPEN_MAX)
         staged = OutboundTools(copier, self.transport, memory, counts, log, 1, *gates)
         target = InboundTools(copier, buffer, log, TRAILER_KEY, deadline_ns)
-        self.runner = EventRunner(direct, staged, target, self.ends, log, probe_address=base, enter=lambda: None)
+        self.runner = EventRunner(direct, staged, target, self.ends, probe_address=base, enter=lambda: None)
         self.ended: list[Any] = []
 
     def turn(self) -> list[Any]:

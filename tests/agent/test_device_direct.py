@@ -331,7 +331,6 @@ def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_on
     scene.passes(1, 2)
     assert scene.value("longshore_writes_total", way="direct") == 3
     assert scene.value("longshore_stage_bytes_total", stage="write") == 3 * SLAB_BYTES
-    assert scene.value("longshore_lane_bytes_total", lane="0") == 3 * SLAB_BYTES
     assert scene.runner.lanes() == (
         LaneStatus(0, False, 3, 3 * SLAB_BYTES),
         *(LaneStatus(index, False, 0, 0) for index in range(1, LANES)),

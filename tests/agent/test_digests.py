@@ -278,7 +278,7 @@ def direct_end(first_page_written: int) -> tuple[OutboundEnd, float]:
         0,
         b"key",
     )
-    log = StageLog(metrics, SpanRecorder(8), deferred=False)
+    log = StageLog(metrics, SpanRecorder(8), later=False)
     tools = OutboundTools(CpuCopier(), None, None, LaneCounts([0], [0]), log, 1)  # type: ignore[arg-type]
     with opened(shape, seed=1) as near, opened(shape, seed=None) as far:
         table = PageTable(0, pages)

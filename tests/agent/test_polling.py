@@ -41,9 +41,9 @@ def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_anothe
     mover: Any = SimpleNamespace(resources=resources)
     pace = Polling(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
-    assert pace.wait_ms(100, NOW_NS) == hot_ms
+    assert pace.wait_ms(lambda _: 100, NOW_NS) == hot_ms
     # No event for at least two milliseconds.
-    assert pace.wait_ms(100, NOW_NS + 3_000_000) == later_ms
+    assert pace.wait_ms(lambda _: 100, NOW_NS + 3_000_000) == later_ms
 
 
 def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[int]:
@@ -52,8 +52,8 @@ def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[i
     target.in_place_count, target.peers = in_place_count, {}
     pace = Polling(mover, {Half.TARGET: target}, 0)
     pace.news()
-    pace.wait_ms(LONG_MS, 0)
-    return [pace.wait_ms(LONG_MS, each * MS) for each in quiet_ms]
+    pace.wait_ms(lambda _: LONG_MS, 0)
+    return [pace.wait_ms(lambda _: LONG_MS, each * MS) for each in quiet_ms]
 
 
 def played(*, busy: bool = False, copying: bool = False, on_gpu: bool = True) -> Any:

@@ -43,6 +43,8 @@ SOCKET_MODE = 0o660
 SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
+# As numbers: operators of flags of `enum` take as long as the system call.
+_CUT_FLAGS = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 _CONTROL_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM})
 
@@ -269,7 +271,7 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             # A truncated list may end within a descriptor.
             descriptors.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & _CUT_FLAGS:
         close_all(descriptors.tolist())
         raise CodecError(
             f"a message was cut: at most {ENGINE_MESSAGE_BYTES_MAX} bytes and {DESCRIPTORS_MAX} descriptors are allowed, "

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -124,8 +124,7 @@ class Copier(Protocol):
         """Begin to read the pages of a view; its ticket's `digests.source` are theirs. Raises as `submit`."""
 
 
-@dataclass(frozen=True, eq=False)
-class View:
+class View(msgspec.Struct, frozen=True, eq=False):
     """One side of a copy. Made by `pool_view`, `remote_view` or `slab_view`.
 
     Attributes:
@@ -167,6 +166,10 @@ class View:
         """The pool of a `pool_view`."""
         assert self.pool is not None
         return self.pool
+
+    def of(self, pages: Pages, first_page: int) -> View:
+        """Return this view with other pages; `pages[0]` is page number `first_page` of the sequence."""
+        return msgspec.structs.replace(self, pages=pages, first_row=first_page * self.page_rows)
 
     def rows(self, tokens: tuple[int, int]) -> tuple[int, int]:
         """Return the rows [first, end) of one head that hold these tokens."""
@@ -404,12 +407,13 @@ def _pages_view(
 ) -> View:
     if pages.dtype != np.int32 or pages.ndim != 1:
         raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension")
-    for name, chosen, count in (("layers", layers, len(layout.layers)), ("heads", heads, len(layout.heads))):
+    layer_count = len(layout.layers)
+    for name, chosen, count in (("layers", layers, layer_count), ("heads", heads, len(layout.heads))):
         if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= count:
             raise ShapeError(f"{name} is {chosen}: give a range within [0, {count}), not empty, of step 1")
     opaque = layout.order is PageOrder.OPAQUE
     page_rows = 1 if opaque else layout.page_size
-    kinds = (groups[-1].first + len(groups[-1].addresses)) // len(layout.layers)
+    kinds = (groups[-1].first + len(groups[-1].addresses)) // layer_count
     return View(
         pages=pages,
         page_rows=page_rows,
@@ -419,19 +423,17 @@ def _pages_view(
         element_bytes=row_bytes(layout) if opaque else layout.model.element_bytes,
         layers=layers,
         heads=heads,
-        planes=tuple(_planes(groups, len(layout.layers), kinds, layers)),
+        planes=tuple(groups if len(layers) == layer_count else _planes(groups, layer_count, kinds, layers)),
         plane_count=kinds * len(layers),
         pool=pool,
     )
 
 
 def _planes(groups: Sequence[PlaneGroup], layer_count: int, kinds: int, layers: range) -> Iterator[PlaneGroup]:
-    """Yield the planes of the chosen layers in their order."""
-    spans = [(kind * layer_count + layers.start, kind * layer_count + layers.stop) for kind in range(kinds)]
-    if len(layers) == layer_count:
-        spans = [(0, kinds * layer_count)]
+    """Yield the planes of some layers in their order."""
     number = 0
-    for first, end in spans:
+    for kind in range(kinds):
+        first, end = kind * layer_count + layers.start, kind * layer_count + layers.stop
         for group in groups:
             begin, stop = max(first, group.first), min(end, group.first + len(group.addresses))
             if begin < stop:
@@ -460,5 +462,7 @@ class IdentityCache(Generic[Made]):
             found = self._values[key] = (origins, make())
             if len(self._values) > self._count_max:
                 self._values.popitem(last=False)
-        self._values.move_to_end(key)
+        elif len(self._values) == self._count_max:
+            # The order matters only once the cache is full.
+            self._values.move_to_end(key)
         return found[1]

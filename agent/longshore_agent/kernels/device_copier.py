@@ -93,7 +93,7 @@ class DeviceTicket:
         passed, now_s = self._mark.passed(), time.monotonic()
         if passed:
             self._stream.ended_s = now_s
-        else:
+        elif now_s - self._queued_s >= LEAVING_LIMIT_S:
             self._check_progress(now_s, max(self._queued_s, self._stream.ended_s))
         return passed
 

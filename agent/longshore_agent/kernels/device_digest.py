@@ -286,9 +286,7 @@ class DigestMemory:
         if context is None:
             self._memory.copy_(torch.from_numpy(self._words.view(np.int64)))
         else:
-            cuda.copy_to_device(
-                context, self.key_address, self._words.ctypes.data, self._words.nbytes, self.stream.handle
-            )
+            cuda.copy_to_device(context, self.key_address, self._words.tobytes(), self.stream.handle)
 
     def finish(self) -> None:
         """Queue a copy of the sums to the host. Raises DeviceError."""

@@ -31,8 +31,7 @@ from longshore_agent.kernels.device_grid import (
 )
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel, Launch
 from longshore_agent.memory import cuda
-from longshore_agent.memory.pools import KVPool
-from longshore_wire.errors import LongshoreError
+from longshore_agent.memory.pools import KVPool, are_unique
 from longshore_wire.slabs import SealedTrailer, slab_bytes
 
 _ID_BYTES = 4
@@ -142,9 +141,7 @@ class PageIds:
                 raise DeviceError(
                     f"the GPU has no memory left for {pages.size} page ids: leave the agent some of what its engine takes"
                 ) from error
-            cuda.copy_to_device(
-                stream.context, self._table.data_ptr(), self._ids.ctypes.data, self._ids.nbytes, stream.handle
-            )
+            cuda.copy_to_device(stream.context, self._table.data_ptr(), self._ids.tobytes(), stream.handle)
         else:
             self._table = torch.tensor(pages, dtype=torch.int32, device=device)
             if self._table.is_cuda:
@@ -152,8 +149,8 @@ class PageIds:
                 torch.cuda.current_stream(device).synchronize()
         self._address = self._table.data_ptr()
         self._count = pages.size
-        # The check sorts the ids, which takes as long as the copy. A source's pages may repeat.
-        self._is_unique = to_write and _are_unique(pool, self._ids)
+        # The check may sort the ids, which takes as long as the copy. A source's pages may repeat.
+        self._is_unique = to_write and are_unique(self._ids)
 
     def address_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
         """Return the device address of the id (int32) of the first token's page; the other pages' ids follow it.
@@ -174,14 +171,6 @@ class PageIds:
             self.pool.check_pages(self._ids, unique=True)
             self._is_unique = True
         return self._address + first * _ID_BYTES
-
-
-def _are_unique(pool: KVPool, ids: Pages) -> bool:
-    try:
-        pool.check_pages(ids, unique=True)
-    except LongshoreError:
-        return False
-    return True
 
 
 class Paged(NamedTuple):

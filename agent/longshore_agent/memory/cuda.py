@@ -245,9 +245,11 @@ class Event:
     def passed(self) -> bool:
         """Whether the device has finished the marked work. Raises DeviceError if some of it failed."""
         error = self._query(self._handle)
-        if error not in {_SUCCESS, _NOT_READY}:
+        if error == _SUCCESS:
+            return True
+        if error != _NOT_READY:
             raise DeviceError(f"cuEventQuery: {_error_name(error)}")
-        return bool(error == _SUCCESS)
+        return False
 
 
 class HostBytes:
@@ -288,10 +290,10 @@ def launch(
         raise DeviceError(f"cuLaunchKernel on device {device.index}: {_error_name(error)}")
 
 
-def copy_to_device(device: Device, target: int, source: int, length_bytes: int, stream: int) -> None:
-    """Queue a copy of a few bytes of pageable host memory, which may change after the call, on `stream`. Raises DeviceError."""
+def copy_to_device(device: Device, target: int, data: bytes, stream: int) -> None:
+    """Queue a copy of a few bytes to the device on `stream`. Raises DeviceError."""
     _quick("cuCtxSetCurrent")(device.context)
-    error = _quick("cuMemcpyHtoDAsync_v2")(target, source, length_bytes, stream)
+    error = _quick("cuMemcpyHtoDAsync_v2")(target, data, len(data), stream)
     if error != _SUCCESS:
         raise DeviceError(f"cuMemcpyHtoDAsync on device {device.index}: {_error_name(error)}")
 

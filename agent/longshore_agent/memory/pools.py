@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from longshore_wire.layout import PLANE_BYTES, KVLayout, PageOrder, PoolGeometry
 
 # How a process gets a region of pages: a file descriptor, ours to close, or its place on a GPU.
 RegionHandle = int | DeviceRegion
+# Lists up to this length are checked number by number.
+_SHORT_PAGES_MAX = 128
 
 
 class PlaneGroup(NamedTuple):
@@ -61,6 +63,7 @@ class KVPool:
         adjacent: the elements of every row are adjacent.
         closed_s: time of `close` by `time.monotonic`; None before it.
         plane_groups: all planes in order, mostly one group. Their addresses are valid only inside `in_use`.
+        views: for `pipeline.slabs`: views of no pages, by the layers and heads of a pair of ranks.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class KVPool:
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
         self.plane_groups = plane_groups(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
+        self.views: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
         self._lock = threading.Lock()
         self._users_count = 0
         self._closing = False
@@ -140,24 +144,27 @@ class KVPool:
         Args:
             unique: also refuse repeated pages, since a scatter would write two tokens to one place.
         """
-        if pages.size == 0:
-            return
-        if int(pages.min()) < 0 or int(pages.max()) >= self.page_count:
+        if pages.size <= _SHORT_PAGES_MAX:
+            # Sooner than numpy, whose calls take a microsecond each.
+            ids = pages.tolist()
+            if not ids or (min(ids) >= 0 and max(ids) < self.page_count and not (unique and len(set(ids)) < len(ids))):
+                return
+        # As unsigned numbers, negative ids are the largest.
+        if int(pages.view(np.uint32).max()) >= self.page_count:
             index = int(np.flatnonzero((pages < 0) | (pages >= self.page_count))[0])
             raise LongshoreError(
                 f"pages[{index}] is {int(pages[index])}: the pool has pages 0 to {self.page_count - 1}",
                 reason=Reason.PAGE_OUT_OF_RANGE,
             )
-        if unique and pages.size > 1:
+        if unique and not are_unique(pages):
             order = np.argsort(pages, kind="stable")
             same = np.flatnonzero(np.diff(pages[order]) == 0)
-            if same.size:
-                first, second = int(order[same[0]]), int(order[same[0] + 1])
-                raise LongshoreError(
-                    f"pages[{first}] and pages[{second}] are both {int(pages[first])}: "
-                    "two parts of a sequence cannot be written to one page",
-                    reason=Reason.TOKENS_OVERLAP,
-                )
+            first, second = int(order[same[0]]), int(order[same[0] + 1])
+            raise LongshoreError(
+                f"pages[{first}] and pages[{second}] are both {int(pages[first])}: "
+                "two parts of a sequence cannot be written to one page",
+                reason=Reason.TOKENS_OVERLAP,
+            )
 
     def hold(self) -> None:
         """Hold the mapping for one copy or write, until `let_go`.
@@ -238,6 +245,14 @@ class KVPool:
         for mapping in self._mappings:
             mapping.unmap()
         self._closed.set()
+
+
+def are_unique(pages: npt.NDArray[np.int32]) -> bool:
+    """Whether no page id is repeated."""
+    if pages.size <= _SHORT_PAGES_MAX:
+        return len(set(pages.tolist())) == pages.size
+    ordered = np.sort(pages)
+    return not (ordered[1:] == ordered[:-1]).any()
 
 
 def row_bytes(layout: KVLayout) -> int:

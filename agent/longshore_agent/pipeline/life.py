@@ -226,7 +226,7 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 
 def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     """Write runs of pages into the target's pages, in batches. A cancelled slab starts no further batch."""
-    transport, way = tools.transport, slab.effect.way.name.lower()
+    transport, way = tools.transport, slab.effect.way.label
     slab.stage = Stage.WRITING
     start_ns = time.monotonic_ns()
     posted_count = count = 0
@@ -294,21 +294,17 @@ def _ended(
     """Return the end of a slab after its last write or its direct copy, and record it. `whole`: all of it was written."""
     effect, lane, log = slab.effect, slab.lane, tools.log
     if slab.cancelled:
-        log.count("longshore_overtaken_writes_total", 1, way=effect.way.name.lower())
+        log.count("longshore_overtaken_writes_total", 1, way=effect.way.label)
     if error:
         return OutboundEnd(slab, error, settled=settled)
     end_ns = time.monotonic_ns()
     log.stage("write", effect, lane, start_ns, end_ns)
     if whole:
-        way = effect.way.name.lower()
-        log.count("longshore_written_bytes_total", effect.payload_bytes, way=way, wire=slab.wire)
-        log.count("longshore_written_seconds_total", (end_ns - start_ns) / 1e9, way=way, wire=slab.wire)
+        log.written(effect.payload_bytes, (end_ns - start_ns) / 1e9, effect.way.label, slab.wire)
     if slab.cancelled:
         return dropped(slab)
     tools.lanes.slabs[lane] += 1
     tools.lanes.payload_bytes[lane] += effect.payload_bytes
-    log.count("longshore_lane_slabs_total", 1, lane=lane)
-    log.count("longshore_lane_bytes_total", effect.payload_bytes, lane=lane)
     must_announce = effect.way is not Way.STAGED or not slab.transport_announces
     return OutboundEnd(slab, must_announce=must_announce, digests=digests)
 

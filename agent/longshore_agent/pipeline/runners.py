@@ -7,7 +7,6 @@ runner must not assume that a life ends: if a device hangs, it does not.
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
@@ -31,7 +30,6 @@ from longshore_agent.pipeline.slabs import (
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
 from longshore_agent.status.snapshot import LaneStatus
-from longshore_agent.status.spans import StageLog
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Way
 
@@ -227,7 +225,6 @@ class EventRunner(Runner):
         staged: OutboundTools | None,
         target: InboundTools | None,
         ends: Ends,
-        log: StageLog,
         *,
         probe_address: int,
         enter: Callable[[], None],
@@ -238,7 +235,6 @@ class EventRunner(Runner):
             direct, staged: of a source; None: this worker is no source.
             target: of a target; None: no slab lands here.
             ends: receives the results of probes. Each probe runs in its own thread.
-            log: the log of all tools.
             probe_address: registered memory that probes read.
             enter: makes the device current in a probe's thread.
         """
@@ -253,7 +249,6 @@ class EventRunner(Runner):
         self._inbound: _Track[InboundSlab] = _Track(lambda slab: inbound(slab, _known(target)), self._done, Gate())
         self._counts = staged.lanes if staged is not None else LaneCounts([], [])
         self._ends = ends
-        self._log = log
         self._probe_address = probe_address
         self._enter = enter
         self._probes_open: set[int] = set()
@@ -261,12 +256,14 @@ class EventRunner(Runner):
     @property
     def busy(self) -> bool:
         """See `Runner`."""
-        return bool(self._direct.busy or self._staged.busy or self._inbound.busy or self._done or self._log)
+        staged, inbound, direct = self._staged, self._inbound, self._direct
+        is_open = staged.open or inbound.open or direct.open
+        return bool(is_open or staged.waiting or inbound.waiting or direct.waiting or self._done)
 
     @property
     def copying(self) -> bool:
         """See `Runner`."""
-        return any(isinstance(life.wait, Copied) for life in self._direct.open)
+        return any(type(life.wait) is Copied for life in self._direct.open)
 
     def send(self, slab: OutboundSlab) -> None:
         """See `Runner`. If the gates allow it, the slab's copy begins before this returns."""
@@ -297,12 +294,9 @@ class EventRunner(Runner):
     def advance(self) -> list[End]:
         """See `Runner`."""
         for track in (self._direct, self._staged, self._inbound):
-            if track.busy:
+            if track.open or track.waiting:
                 track.advance()
-        if not self._done and not self._staged.busy and not self._inbound.busy:
-            # Neither the wire nor a scatter needs this thread now.
-            self._log.write_one()
-        done = list(self._done)
+        done = self._done.copy()
         self._done.clear()
         return done
 
@@ -365,11 +359,6 @@ class _Track(Generic[AnySlab]):
         self._done = done
         self._gate = gate
 
-    @property
-    def busy(self) -> bool:
-        """Whether the track has a slab."""
-        return bool(self.waiting or self.open)
-
     def put(self, slab: AnySlab) -> None:
         """Queue a slab and advance the track: the first of an offer's many slabs need not wait for the last."""
         self.waiting.append(slab)
@@ -378,15 +367,17 @@ class _Track(Generic[AnySlab]):
     def advance(self) -> None:
         """Resume the lives whose waits have passed, oldest first: its write starts before younger copies begin."""
         copying = compiling = False
-        for life in list(self.open):
+        for life in self.open.copy():
             # Copies of one stream end in their order. Compiled kernels arrive in the order of their requests.
-            waits_for_older = compiling and isinstance(life.wait, Compiled) and not life.slab.cancelled
-            if waits_for_older or (copying and isinstance(life.wait, Copied)):
+            kind = type(life.wait)
+            if (copying and kind is Copied) or (compiling and kind is Compiled and not life.slab.cancelled):
                 continue
-            self._resume(life)
+            if life.wait.passed():
+                self._resume(life)
+                kind = type(life.wait)
             if not life.over:
-                copying = copying or isinstance(life.wait, Copied)
-                compiling = compiling or isinstance(life.wait, Compiled)
+                copying = copying or kind is Copied
+                compiling = compiling or kind is Compiled
         self._begin_next()
 
     def hurry(self) -> None:
@@ -404,13 +395,14 @@ class _Track(Generic[AnySlab]):
     def _hurry(self, youngest: _Life[AnySlab] | None) -> bool:
         """Resume the oldest write and each life that can start one, up to `youngest`; return whether a write ended."""
         ended = looked = False
-        for life in list(self.open):
+        for life in self.open.copy():
             if life is youngest:
                 break
-            is_write = isinstance(life.wait, Written)
+            is_write = type(life.wait) is Written
             if life.over or (looked and is_write) or self._follows_copy(life):
                 continue
-            self._resume(life)
+            if life.wait.passed():
+                self._resume(life)
             if is_write:
                 ended = ended or life.over
                 looked = not life.over
@@ -418,14 +410,18 @@ class _Track(Generic[AnySlab]):
 
     def _follows_copy(self, life: _Life[AnySlab]) -> bool:
         """Whether a life waits for a copy that follows an older life's copy in the stream."""
-        if not isinstance(life.wait, Copied):
+        if type(life.wait) is not Copied:
             return False
-        older = itertools.takewhile(lambda each: each is not life, self.open)
-        return any(isinstance(each.wait, Copied) for each in older)
+        for older in self.open:
+            if older is life:
+                break
+            if type(older.wait) is Copied:
+                return True
+        return False
 
     def _resume(self, life: _Life[AnySlab]) -> None:
-        """Run a life until it waits for something that has not passed."""
-        while not life.over and life.wait.passed():
+        """Run a life whose wait has passed until it waits for something that has not."""
+        while True:
             try:
                 life.wait = next(life.steps)
             except StopIteration as stop:
@@ -433,11 +429,14 @@ class _Track(Generic[AnySlab]):
                 self.open.remove(life)
                 self._done.append(stop.value)
                 return
-            if isinstance(life.wait, Compiled) or self._follows_copy(life):
+            kind = type(life.wait)
+            if kind is Compiled or self._follows_copy(life):
                 return
-            if isinstance(life.wait, Now):
+            if kind is Now:
                 # The submit just now took time in which a write may have ended.
                 self._hurry(life)
+            if not life.wait.passed():
+                return
 
 
 def _lane_status(counts: LaneCounts, busy: set[int]) -> tuple[LaneStatus, ...]:

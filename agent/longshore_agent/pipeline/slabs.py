@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +29,11 @@ from longshore_wire.plan import Pair
 from longshore_wire.slabs import SealedTrailer, Trailer
 
 Addresses = npt.NDArray[np.uint64]
+Interval = tuple[int, int]
+
+# Each layout of peers has others.
+_VIEWS_MAX = 256
+_NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 def page_ids(packed: bytes) -> Pages:
@@ -41,15 +47,19 @@ class PageTable:
 
     first_page: int
     pages: Pages
-    _views: dict[tuple[KVPool, range, range], View] = field(default_factory=dict)
+    _views: dict[tuple[KVPool, Interval, Interval], View] = field(default_factory=dict)
 
     def view(self, pool: KVPool, route: Pair) -> View:
         """Return the view of the layers and heads that a pair of ranks moves. All slabs of a pair share one view."""
-        layers, heads = route.local_layers(pool.layout), route.local_heads(pool.layout)
-        found = self._views.get((pool, layers, heads))
+        found = self._views.get((pool, route.layers, route.heads))
         if found is None:
-            found = pool_view(pool, self.pages, self.first_page, layers, heads)
-            self._views[pool, layers, heads] = found
+            view = pool.views.get((route.layers, route.heads))
+            if view is None:
+                if len(pool.views) >= _VIEWS_MAX:
+                    pool.views.clear()
+                layers, heads = route.local_layers(pool.layout), route.local_heads(pool.layout)
+                view = pool.views[route.layers, route.heads] = pool_view(pool, _NO_PAGES, 0, layers, heads)
+            found = self._views[pool, route.layers, route.heads] = view.of(self.pages, self.first_page)
         return found
 
 
@@ -161,7 +171,7 @@ def digest_fault(effect: StartWrite | StartScatter, source: bytes, target: bytes
     place = f"layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
     return (
         f"{place}: tokens {effect.tokens[0]} to {effect.tokens[1]} in decode rank {effect.pair.target_rank}'s pages are not those of "
-        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.name.lower()})"
+        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.label})"
     )
 
 
@@ -196,8 +206,7 @@ class WireProbe:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class OutboundEnd:
+class OutboundEnd(msgspec.Struct, frozen=True):
     """How the life of an outbound slab ended. Without `error` and `dropped`, all bytes are in the target's memory.
 
     Attributes:
@@ -218,8 +227,7 @@ class OutboundEnd:
     digests: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class InboundEnd:
+class InboundEnd(msgspec.Struct, frozen=True):
     """How the life of an inbound slab ended.
 
     Attributes:
@@ -233,8 +241,7 @@ class InboundEnd:
     dropped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeEnd:
+class ProbeEnd(msgspec.Struct, frozen=True):
     """The result of a probe.
 
     Attributes:

@@ -27,14 +27,14 @@ STAGES = ("gather", "write", "deliver", "scatter")
 HALVES = ("source", "target")
 DIRECT_WAY = "direct"
 WAYS = ("staged", "contiguous", DIRECT_WAY, "slices")
-WHYS = tuple(why.name.lower() for why in Why)
+WHYS = tuple(why.label for why in Why)
 RESULTS = ("equal", "different")
 OUTCOMES = ("done", "failed", "cancelled")
 WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
 # The wire of direct copies, which no transport makes.
 NO_WIRE = "None"
 PEER_STATES = ("connecting", "attached", "refused", "lost")
-REASONS = tuple(reason.name.lower() for reason in Reason)
+REASONS = tuple(reason.label for reason in Reason)
 # 10 us to 10 s: from one CPU gather of a small slab to a peer that is nearly lost.
 SECONDS_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -54,14 +54,12 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "result": RESULTS,
 }
 # Reasons with which a room fails; without one it is done, and cancelled rooms have their own outcome.
-_FAILURES = tuple(
-    reason for reason in REASONS if reason not in {Reason.NONE.name.lower(), Reason.CANCELLED.name.lower()}
-)
+_FAILURES = tuple(reason for reason in REASONS if reason not in {Reason.NONE.label, Reason.CANCELLED.label})
 # Combinations of labels that are shown at 0 from the start, although their metric has too many to show all: Prometheus'
 # increase() does not see the first count of a series that begins with it.
 SHOWN_AT_ONCE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "longshore_rooms_total": (
-        ("target", "done", Reason.NONE.name.lower()),
+        ("target", "done", Reason.NONE.label),
         *(("target", "failed", reason) for reason in _FAILURES),
     )
 }

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +27,8 @@ SERIES_MAX = 1024
 _SERIES_SHOWN_AT_ONCE = 8
 
 _ROWS: Mapping[str, Metric] = {row.name: row for row in TABLE}
+# More calls than a turn makes.
+_KEPT_MAX = 4096
 _PROCESS_CPU = "longshore_process_cpu_seconds_total"
 
 
@@ -75,6 +79,15 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
                 yield series
 
 
+class _Histogram(NamedTuple):
+    """One series of a histogram: where its sum is kept, the upper bounds, and the observations below each."""
+
+    values: dict[tuple[str, ...], float]
+    key: tuple[str, ...]
+    bounds: tuple[float, ...]
+    buckets: list[int]
+
+
 def ready(verdict: bool) -> MetricsSnapshot:
     """Return the gauge of the agent's readiness."""
     return MetricsSnapshot((Series(READY, (), float(verdict)),))
@@ -85,6 +98,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._kept: deque[tuple[Callable[..., None], tuple[object, ...], dict[str, str | int]]] = deque()
+        # The series of each combination of name and labels that was counted. Checking them takes longer than counting.
+        self._counters: dict[tuple[object, ...], tuple[dict[tuple[str, ...], float], tuple[str, ...]]] = {}
+        self._histograms: dict[tuple[object, ...], _Histogram] = {}
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
         self._buckets: dict[str, dict[tuple[str, ...], list[int]]] = {}
         for row in TABLE:
@@ -102,10 +119,12 @@ class Metrics:
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value`, which is not negative, to a counter."""
         assert value >= 0, f"{name} += {value}"
-        row = _row(name, Kind.COUNTER)
+        found = self._counters.get((name, *labels.items()))
         with self._lock:
-            values = self._values[name]
-            key = self._key(row, values, labels)
+            if found is None:
+                row, values = _row(name, Kind.COUNTER), self._values[name]
+                found = self._counters[name, *labels.items()] = values, self._key(row, values, labels)
+            values, key = found
             values[key] = values.get(key, 0) + value
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
@@ -125,18 +144,33 @@ class Metrics:
 
     def observe(self, name: str, value: float, **labels: str | int) -> None:
         """Add one observation to a histogram."""
-        row = _row(name, Kind.HISTOGRAM)
+        found = self._histograms.get((name, *labels.items()))
         with self._lock:
-            values = self._values[name]
-            key = self._key(row, values, labels)
-            values[key] = values.get(key, 0.0) + value
-            buckets = self._buckets[name].get(key)
-            if buckets is None:
+            if found is None:
+                row, values = _row(name, Kind.HISTOGRAM), self._values[name]
+                key = self._key(row, values, labels)
                 buckets = self._buckets[name][key] = [0] * (len(row.buckets) + 1)
-            buckets[bisect_left(row.buckets, value)] += 1
+                found = self._histograms[name, *labels.items()] = _Histogram(values, key, row.buckets, buckets)
+            values, key, bounds, buckets = found
+            values[key] = values.get(key, 0.0) + value
+            buckets[bisect_left(bounds, value)] += 1
+
+    def later(self, count: Callable[..., None], *arguments: object, **labels: str | int) -> None:
+        """Keep a call of `add` or `observe`, or of a function that makes some, because peers wait for this thread now."""
+        if len(self._kept) >= _KEPT_MAX:
+            self.settle(1)
+        self._kept.append((count, arguments, labels))
+
+    def settle(self, count: int = _KEPT_MAX) -> None:
+        """Make at most `count` of the calls that `later` has kept, oldest first."""
+        while self._kept and count > 0:
+            record, arguments, labels = self._kept.popleft()
+            record(*arguments, **labels)
+            count -= 1
 
     def snapshot(self) -> MetricsSnapshot:
-        """Return all current counts, with this process' CPU time."""
+        """Return all current counts, with this process' CPU time. Called in the thread that calls `later`, if any."""
+        self.settle()
         self.advance(_PROCESS_CPU, time.process_time())
         with self._lock:
             return MetricsSnapshot(

@@ -282,7 +282,7 @@ def _view(
                 end_head=pair.heads[1],
                 bytes_per_token=pair.token_bytes,
                 way=pair.way.name.capitalize(),
-                why=choice.why.name.lower(),
+                why=choice.why.label,
                 staged_s=choice.staged_s,
                 in_place_s=choice.in_place_s,
             )

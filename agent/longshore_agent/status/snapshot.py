@@ -173,7 +173,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
             ),
             complete=endpoint.complete,
             agent=endpoint.agent,
-            memory=memory.name.lower(),
+            memory=memory.label,
         )
 
     def endpoint(self) -> Endpoint:

@@ -7,9 +7,8 @@ status page and tests read the spans.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,8 +16,8 @@ from longshore_agent.status.metrics import Metrics
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.peer_messages import PairKey, RoomKey
 
-# When so many records are pending, each new one first writes the oldest.
-_PENDING_MAX = 4096
+# Spans beyond the capacity that are dropped together.
+_SURPLUS_MAX = 256
 
 
 class Kind(Enum):
@@ -64,22 +63,30 @@ Record = tuple[str, PairKey | RoomKey, int, int, int, int, Kind, int]
 
 
 class SpanRecorder:
-    """Keeps the newest `capacity` spans. `record` never blocks, and allocates nothing once it is full.
+    """Keeps the newest `capacity` spans, of any thread.
 
     Attributes:
-        lost_ns: the latest end of a span that is no longer kept; -1 if all are.
+        append: adds a record. The caller calls `trim` after a while: a control thread once a turn.
     """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
         self.capacity = capacity
-        self.lost_ns = -1
         self._lock = threading.Lock()
         self._spans: list[Record] = []
-        self._total = 0
+        self.append: Callable[[Record], None] = self._spans.append
+        self._dropped_count = 0
+        self._lost_ns = -1
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return min(len(self._spans), self.capacity)
+
+    @property
+    def lost_ns(self) -> int:
+        """The latest end of a span that is no longer kept; -1 if all are."""
+        with self._lock:
+            self._drop()
+            return self._lost_ns
 
     def record(
         self,
@@ -94,15 +101,14 @@ class SpanRecorder:
     ) -> None:
         """Record that `slab` of a pair or a room was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         assert start_ns <= end_ns, (stage, start_ns, end_ns)
-        span = (stage, key, slab, lane, start_ns, end_ns, kind, woken_ns)
-        with self._lock:
-            if self._total < self.capacity:
-                self._spans.append(span)
-            else:
-                place = self._total % self.capacity
-                self.lost_ns = max(self.lost_ns, self._spans[place][5])
-                self._spans[place] = span
-            self._total += 1
+        self.append((stage, key, slab, lane, start_ns, end_ns, kind, woken_ns))
+        self.trim()
+
+    def trim(self) -> None:
+        """Drop old spans if there are many more than `capacity`. Dropping each one alone would take longer."""
+        if len(self._spans) >= self.capacity + _SURPLUS_MAX:
+            with self._lock:
+                self._drop()
 
     def of_room(self, room: int, *, limit: int, instance: str | None = None) -> tuple[Span, ...]:
         """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
@@ -125,21 +131,24 @@ class SpanRecorder:
             cursor: of the last call; 0: from the beginning.
         """
         with self._lock:
-            total, kept = self._total, len(self._spans)
-            first = max(cursor, total - kept)
-            start, end = first % self.capacity, total % self.capacity
-            if first == total:
-                found = []
-            elif start < end:
-                found = self._spans[start:end]
-            else:
-                found = self._spans[start:] + self._spans[:end]
-        return found, total, first - cursor
+            self._drop()
+            first = max(cursor, self._dropped_count)
+            found = self._spans[first - self._dropped_count :]
+        return found, first + len(found), first - cursor
 
     def _copy(self) -> list[Record]:
         """Return a copy of all spans, so that recorders do not wait for a search."""
         with self._lock:
-            return list(self._spans)
+            self._drop()
+            return self._spans.copy()
+
+    def _drop(self) -> None:
+        """Drop all but the newest `capacity` spans. Called under the lock; other threads may append meanwhile."""
+        surplus = len(self._spans) - self.capacity
+        if surplus > 0:
+            self._lost_ns = max(self._lost_ns, *(span[5] for span in self._spans[:surplus]))
+            del self._spans[:surplus]
+            self._dropped_count += surplus
 
 
 def room_key(record: Record) -> RoomKey:
@@ -172,63 +181,39 @@ def _span(record: Record) -> Span:
     )
 
 
-class _Span(NamedTuple):
-    stage: str
-    effect: StartWrite | StartScatter
-    lane: int
-    start_ns: int
-    end_ns: int
-
-
-class _Count(NamedTuple):
-    name: str
-    value: float
-    labels: dict[str, str | int]
-
-
 class StageLog:
     """Records the stages of slabs and counts them in the metrics.
 
     Args:
-        deferred: True: keep records until `write_one`; one thread may use the log. False: write each at once, from any
-            thread.
+        later: True: the log is of a control thread, which counts when nothing waits; see `Metrics.later`. False: count at
+            once, in any thread.
     """
 
-    def __init__(self, metrics: Metrics, spans: SpanRecorder, *, deferred: bool) -> None:
-        self._metrics = metrics
-        self._spans = spans
-        self._pending_max = _PENDING_MAX if deferred else 0
-        self._pending: deque[_Span | _Count] = deque()
-
-    def __len__(self) -> int:
-        return len(self._pending)
+    def __init__(self, metrics: Metrics, spans: SpanRecorder, *, later: bool) -> None:
+        self._metrics, self._spans = metrics, spans
+        self._do: Callable[..., None] = metrics.later if later else _now
 
     def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
         """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
-        self._keep(_Span(stage, effect, lane, start_ns, end_ns))
+        self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
+        self._do(self._count_stage, stage, (end_ns - start_ns) / 1e9, effect.payload_bytes)
+
+    def written(self, payload_bytes: int, seconds: float, way: str, wire: str) -> None:
+        """Count a slab whose bytes have all been written."""
+        self._do(self._count_written, payload_bytes, seconds, way, wire)
 
     def count(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value` to a counter."""
-        self._keep(_Count(name, value, labels))
+        self._do(self._metrics.add, name, value, **labels)
 
-    def write_one(self) -> None:
-        """Write the oldest pending record. It writes only one, so that a thread can check for new work in between."""
-        if self._pending:
-            self._write(self._pending.popleft())
+    def _count_stage(self, stage: str, seconds: float, payload_bytes: int) -> None:
+        self._metrics.observe("longshore_stage_seconds", seconds, stage=stage)
+        self._metrics.add("longshore_stage_bytes_total", payload_bytes, stage=stage)
 
-    def _keep(self, record: _Span | _Count) -> None:
-        if not self._pending_max:
-            self._write(record)
-            return
-        if len(self._pending) >= self._pending_max:
-            self.write_one()
-        self._pending.append(record)
+    def _count_written(self, payload_bytes: int, seconds: float, way: str, wire: str) -> None:
+        self._metrics.add("longshore_written_bytes_total", payload_bytes, way=way, wire=wire)
+        self._metrics.add("longshore_written_seconds_total", seconds, way=way, wire=wire)
 
-    def _write(self, record: _Span | _Count) -> None:
-        if isinstance(record, _Count):
-            self._metrics.add(record.name, record.value, **record.labels)
-            return
-        stage, effect, lane, start_ns, end_ns = record
-        self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
-        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
-        self._metrics.add("longshore_stage_bytes_total", effect.payload_bytes, stage=stage)
+
+def _now(count: Callable[..., None], *arguments: object, **labels: str | int) -> None:
+    count(*arguments, **labels)

@@ -20,6 +20,7 @@ from longshore_wire.engine_messages import (
     Receive,
     Refused,
     RoomEvent,
+    RoomEventKind,
     ToAgent,
     ToEngine,
 )
@@ -30,6 +31,8 @@ _KEYS_MAX = 4096
 # Longest name of an instance or a step that is kept. An engine may send any, and spans are bounded by their number alone.
 _NAME_CHARACTERS_MAX = 256
 _NO_LANE = -1
+_ANSWERS = (Accepted, Refused)
+_EVENTS = {kind: f"send {kind.name}" for kind in RoomEventKind}
 
 
 class StepLog:
@@ -44,7 +47,7 @@ class StepLog:
 
     def __init__(self, spans: SpanRecorder, instance: str, *, of_engines: bool) -> None:
         self.woken_ns = 0
-        self._spans = spans
+        self._spans, self._append = spans, spans.append
         self._instance = instance
         self._of_engines = of_engines
         self._begun_ns = 0
@@ -86,22 +89,23 @@ class StepLog:
         self._asked = None
 
     def prepared(self, rooms: Iterable[RoomKey]) -> None:
-        """Record the preparation of pages, room by room as `rooms` goes on."""
+        """Record the preparation of pages, room by room as `rooms` goes on. Called at the end of each turn."""
         self.begin()
         for key in rooms:
             self._record("prepare pages", key, -1, Kind.START)
+        self._spans.trim()
 
     def told(self, message: ToEngine) -> None:
         """Record that an event or an answer was sent to the engine."""
         if isinstance(message, RoomEvent):
             key = RoomKey(message.instance, message.room, message.pool)
-            self._record(f"send {message.kind.name}", key, -1, Kind.SEND)
-        elif isinstance(message, Accepted | Refused) and self._asked is not None:
+            self._record(_EVENTS[message.kind], key, -1, Kind.SEND)
+        elif isinstance(message, _ANSWERS) and self._asked is not None:
             self._record(f"send {type(message).__name__}", self._asked, -1, Kind.SEND)
 
     def of_engine(self, message: EngineSteps) -> None:
         """Record the steps of the engine's client, if the agent asks for them. Impossible ones are dropped."""
-        key = self._shared(RoomKey(message.instance, message.room, message.pool)) if self._of_engines else None
+        key = self._of_room(RoomKey(message.instance, message.room, message.pool)) if self._of_engines else None
         now_ns = time.monotonic_ns()
         for step in message.steps:
             # OpenTelemetry drops all spans of a request if one of them has a time that needs more than 64 bits.
@@ -113,6 +117,9 @@ class StepLog:
                 kind = Kind.WAIT if step.waits else Kind.CALL
                 self._spans.record(step.name, key, -1, _NO_LANE, step.start_ns, step.end_ns, kind)
         self.begin()
+
+    def _of_room(self, key: RoomKey) -> PairKey | RoomKey | None:
+        return self._keys.get(key) or self._shared(key)
 
     def _room(self, message: ToAgent) -> RoomKey | None:
         if isinstance(message, Offer):
@@ -126,16 +133,13 @@ class StepLog:
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
         end_ns = time.monotonic_ns()
-        shared = self._shared(key)
+        shared = self._keys.get(key) or self._shared(key)
         if shared is not None:
-            self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
+            self._append((name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns))
         self._begun_ns = end_ns
 
     def _shared(self, key: PairKey | RoomKey) -> PairKey | RoomKey | None:
-        """Return the key that all steps of it share; None: its instance's name is too long to keep."""
-        known = self._keys.get(key)
-        if known is not None:
-            return known
+        """Return the key that all steps of it will share; None: its instance's name is too long to keep."""
         instance = key.key.instance if isinstance(key, PairKey) else key.instance
         if len(instance) > _NAME_CHARACTERS_MAX:
             return None

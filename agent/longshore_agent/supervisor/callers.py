@@ -62,7 +62,7 @@ class Callers:
         self, connection: socket.socket, reason: Reason, text: str, retry_after_s: float = _RETRY_AFTER_S
     ) -> None:
         """Send an engine the reason of its refusal, and close its connection."""
-        self._metrics.add("longshore_refused_messages_total", 1, reason=reason.name.lower())
+        self._metrics.add("longshore_refused_messages_total", 1, reason=reason.label)
         with contextlib.suppress(OSError):
             connection.send(TO_ENGINE.encode(Refused(0, reason, text, round(retry_after_s * 1e9))))
         connection.close()

@@ -352,7 +352,7 @@ class Supervisor:
                 instances=tuple(
                     InstanceStatus.of(
                         self._endpoint(family),
-                        tuple(half.name.lower() for half in family[0].hello.roles),
+                        tuple(half.label for half in family[0].hello.roles),
                         {slot.key.rank: (slot.hello.device, slot.near) for slot in family},
                         replica.memory,
                     )

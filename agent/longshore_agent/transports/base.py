@@ -67,7 +67,8 @@ class Pieces(NamedTuple):
     @classmethod
     def one(cls, source: int, target: int, length_bytes: int) -> Pieces:
         """Return a single piece."""
-        return cls(*(np.array([value], dtype=np.uint64) for value in (source, target, length_bytes)))
+        values = np.array((source, target, length_bytes), dtype=np.uint64)
+        return cls(values[:1], values[1:2], values[2:])
 
     def at(self, indices: npt.NDArray[np.int32]) -> Pieces:
         """Return a copy of the pieces at `indices` ([m])."""

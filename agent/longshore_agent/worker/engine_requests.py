@@ -7,11 +7,11 @@ with Refused and a reason. The answer may come after the call. An accepted reque
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -199,7 +199,7 @@ class EngineRequests:
     def take_left(self) -> list[ToEngine]:
         """Unmap leaving pools whose rooms are all released; return the pending answers that are now due."""
         answers: list[ToEngine] = []
-        for pool, request in list(self.leaving.items()):
+        for pool, request in list(self.leaving.items()) if self.leaving else ():
             if any(key.pool == pool for _, key in self.tables):
                 continue
             shown = self.pools[pool].shown
@@ -249,7 +249,7 @@ class EngineRequests:
         try:
             pool.kv_pool.check_whole(touch=not pool.kv_pool.sealed)
         except MemoryLostError as error:
-            return dataclasses.replace(effect, reason=error.reason, text=f"pool {effect.key.pool}: {error}")
+            return msgspec.structs.replace(effect, reason=error.reason, text=f"pool {effect.key.pool}: {error}")
         return effect
 
     def _deregister(self, tokens: list[int]) -> None:
@@ -349,7 +349,7 @@ class EngineRequests:
         except LongshoreError:
             del self.tables[Half.TARGET, key]
             raise
-        pool.claimed[pages] = True
+        pool.claimed.put(pages, True)
         self._unprepared.append((key, pool.kv_pool, table, Half.TARGET, frozenset()))
         return Accepted(message.request)
 
@@ -357,15 +357,15 @@ class EngineRequests:
         """Forget the pages of a released room; return whether its engine had opened it."""
         table = self.tables.pop((half, key), None)
         if table is not None and half is Half.TARGET and key.pool in self.pools:
-            self.pools[key.pool].claimed[table.pages] = False
+            self.pools[key.pool].claimed.put(table.pages, False)
         return table is not None
 
     def _check_unclaimed(self, pool: RegisteredPool, number: int, pages: npt.NDArray[np.int32]) -> None:
         """Raise RoomError for a page that another open room writes: both would be DONE, one with wrong bytes."""
-        taken = np.flatnonzero(pool.claimed[pages])
-        if not taken.size:
+        index = pool.claimed.take(pages).tobytes().find(1)
+        if index < 0:
             return
-        index, page = int(taken[0]), int(pages[taken[0]])
+        page = int(pages[index])
         owners = (key for half, key in self.tables if half is Half.TARGET and key.pool == number)
         owner = next(key for key in owners if page in self.tables[Half.TARGET, key].pages)
         raise RoomError(

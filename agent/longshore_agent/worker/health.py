@@ -61,9 +61,11 @@ class WorkerHealth:
 
         Other writes need no limit here: decode fails a room in which nothing lands, and an engine has its own limit.
         """
+        writing = [slab for slab in self._mover.resources.runner.writing() if slab.cancelled]
+        if not writing and not self._overtaken:
+            return ""
         known = {id(slab): since_ns for slab, since_ns in self._overtaken}
-        writing = self._mover.resources.runner.writing()
-        self._overtaken = [(slab, known.get(id(slab), now_ns)) for slab in writing if slab.cancelled]
+        self._overtaken = [(slab, known.get(id(slab), now_ns)) for slab in writing]
         for slab, since_ns in self._overtaken:
             if now_ns - since_ns >= self._settings.write_timeout_ns:
                 peer = slab.effect.peer
@@ -102,10 +104,11 @@ class WorkerHealth:
 
     def _exposed_pages(self, now_ns: int) -> str:
         """Name a failed room that keeps its pages from its engine, since a source may still write them."""
-        if self._exposed is None or now_ns - self._exposed[1] < self._settings.write_timeout_ns:
+        exposed = self._exposed
+        if exposed is None or now_ns - exposed[1] < self._settings.write_timeout_ns:
             return ""
         return (
-            f"prefill {self._exposed[0].instance} may still write the pages of room {self._exposed[0].room}, which failed "
+            f"prefill {exposed[0].instance} may still write the pages of room {exposed[0].room}, which failed "
             f"{self._settings.write_timeout_s:g} s ago, and cannot be reached"
         )
 

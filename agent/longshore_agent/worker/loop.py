@@ -78,6 +78,9 @@ _log = logging.getLogger(__name__)
 
 # The longest sleep of an idle control thread. Messages, ends of lives and due times wake it earlier.
 _IDLE_POLL_MS = 5000
+# A thread that does not sleep looks for the next due time only this long after it may have changed. Every turn that handles
+# anything looks at the timers itself.
+_DUE_LOOK_NS = 500_000
 
 
 class Worker:
@@ -97,7 +100,10 @@ class Worker:
         self._engine_error = ""
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
-        self._due_ns = 0
+        # When a turn must not only poll, at the latest. It is looked up once this thread may sleep.
+        self._due_ns, self._is_due_known, self._due_look_ns = 0, False, 0
+        # Whether the last turn did not only poll, and whether work was pending at its end.
+        self._is_changed, self._is_pending = True, False
         session_config = config.session_config()
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -148,10 +154,13 @@ class Worker:
             self._polling.news()
         if self._take_notices(now_ns):
             # Begin the scatters of landed slabs before anything else.
+            self._note_change()
             self._flush(now_ns)
-        if not ready and not ended and now_ns < self._due_ns and not self._has_pending_work():
+        if not ready and not ended and now_ns < self._due_ns and not self._is_pending:
             # No message and nothing due: this turn only polls the transport, which it does many times a second.
+            self.metrics.settle(1)
             return
+        self._note_change()
         if ended:
             # Notify waiting peers first.
             self._take_results(now_ns)
@@ -168,12 +177,8 @@ class Worker:
                 if isinstance(peer_message, Claim) and self.source is not None:
                     self.mover.claimed(self.source, peer, peer_message.pair.key)
             self._steps.handled(peer_message)
-        for (half, peer, epoch), listens in self._probes.answers():
-            answered = self.sessions[half].peer_listens if listens else self.sessions[half].peer_dead
-            answered(peer, epoch, now_ns)
-        for peer, epoch in self.mover.drained(now_ns):
-            assert self.target is not None
-            self.target.writer_drained(peer, epoch, now_ns)
+        if self._probes.waits or self.mover.drain_due_ns is not None:
+            self._take_answers(now_ns)
         if self.mover.ends.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
@@ -188,6 +193,20 @@ class Worker:
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
         self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
+
+    def _take_answers(self, now_ns: int) -> None:
+        """Tell the cores which silent peers listen, and which dead writers are drained."""
+        for (half, peer, epoch), listens in self._probes.answers():
+            answered = self.sessions[half].peer_listens if listens else self.sessions[half].peer_dead
+            answered(peer, epoch, now_ns)
+        for peer, epoch in self.mover.drained(now_ns):
+            assert self.target is not None
+            self.target.writer_drained(peer, epoch, now_ns)
+
+    def _note_change(self) -> None:
+        """Have the next due time, and what the cores expect, looked up again after this turn."""
+        self._is_changed = True
+        self._polling.changed()
 
     def _has_pending_work(self) -> bool:
         """Whether a message to the engine or supervisor is unsent, a liveness probe is open, or a writer is drained."""
@@ -204,7 +223,9 @@ class Worker:
             asked = False
             for half, session in self.sessions.items():
                 effects = session.take_effects()
-                asked = asked or bool(effects)
+                if not effects:
+                    continue
+                asked = True
                 for effect in effects:
                     self._apply(half, session, effect, now_ns)
                 self.mover.hurry()
@@ -215,15 +236,18 @@ class Worker:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        self._steps.begin()
+        # By how many there are.
         if isinstance(effect, Send):
+            self._steps.begin()
             self.net.send(half, effect.peer, effect.message)
             self._steps.sent(effect.message)
         elif isinstance(effect, StartWrite):
             assert self.source is not None
+            self._steps.begin()
             self.mover.start_write(effect, self.requests, self.source, now_ns)
             self._steps.started("write", effect)
         elif isinstance(effect, StartScatter):
+            self._steps.begin()
             self.mover.start_scatter(effect, self.requests, now_ns)
             self._steps.started("scatter", effect)
         elif isinstance(effect, RoomEnded):
@@ -232,6 +256,7 @@ class Worker:
             opened = self.requests.release(effect.half, effect.key)
             self.mover.forget(effect.half, effect.key)
             if opened:
+                self._steps.begin()
                 self._tell(released_event(effect))
         elif isinstance(effect, PeerAttached):
             try:
@@ -270,14 +295,19 @@ class Worker:
 
     def _room_ended(self, effect: RoomEnded, now_ns: int) -> None:
         effect = self.requests.explained(effect)
-        half, reason = effect.half.name.lower(), effect.reason.name
+        half, reason = effect.half.label, effect.reason.label
         if not self.config.is_test:
-            self.metrics.add("longshore_rooms_total", half=half, outcome=effect.outcome, reason=reason.lower())
+            self.metrics.later(
+                self.metrics.add, "longshore_rooms_total", half=half, outcome=effect.outcome, reason=reason
+            )
         if (effect.half, effect.key) in self.requests.tables:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
+            self._steps.begin()
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
-            _log.warning("room %d failed: %s: %s", effect.key.room, reason, effect.text, extra=effect.about())
+            _log.warning(
+                "room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text, extra=effect.about()
+            )
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
         if self._reporter is not None:
@@ -302,25 +332,45 @@ class Worker:
 
     def _take_notices(self, now_ns: int) -> bool:
         """Pass the transport's notices to the target's core; return whether there were any."""
-        self._steps.begin()
         taken = self._polling.notices(now_ns)
+        if not taken:
+            return False
+        self._steps.begin()
         for peer, message in taken:
             assert self.target is not None
             self.target.receive(peer, message, now_ns)
             self._steps.handled(message)
-            self.metrics.add("longshore_notices_total", 1)
-        return bool(taken)
+        self.metrics.later(self.metrics.add, "longshore_notices_total", len(taken))
+        return True
 
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
-        dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
-        if (due_ns := self._health.due_ns) is not None and self._retire_ns is None:
-            dues.append(due_ns)
-        others = (self.mover.drain_due_ns, self._retire_ns if self._stop_ns is None else self._stop_ns)
-        dues += [due_ns for due_ns in others if due_ns is not None]
-        self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
-        wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
-        return self._polling.wait_ms(min(wait_ms, _IDLE_POLL_MS), now_ns)
+        if self._is_changed:
+            self._is_changed, self._is_due_known = False, False
+            self._is_pending = self._has_pending_work()
+            self._due_look_ns, self._due_ns = now_ns + _DUE_LOOK_NS, now_ns + 2 * _DUE_LOOK_NS
+        elif not self._is_due_known and now_ns >= self._due_look_ns:
+            self._look_for_due(now_ns)
+        wait_ms = self._polling.wait_ms(self._due_in_ms, now_ns)
+        if wait_ms:
+            self.metrics.settle()
+        return wait_ms
+
+    def _due_in_ms(self, now_ns: int) -> int:
+        """Return how long this thread may sleep if no bytes are expected."""
+        if not self._is_due_known:
+            self._look_for_due(now_ns)
+        return min(max(0, (self._due_ns - now_ns) // 1_000_000 + 1), _IDLE_POLL_MS)
+
+    def _look_for_due(self, now_ns: int) -> None:
+        self._due_ns, self._is_due_known = self._next_due_ns(now_ns), True
+
+    def _next_due_ns(self, now_ns: int) -> int:
+        """Return when a turn must not only poll, at the latest."""
+        dues = [session.next_due_ns() for session in self.sessions.values()]
+        dues.append(None if self._retire_ns is not None else self._health.due_ns)
+        dues += (self.mover.drain_due_ns, self._retire_ns if self._stop_ns is None else self._stop_ns)
+        return min((due_ns for due_ns in dues if due_ns is not None), default=now_ns + _IDLE_POLL_MS * 1_000_000)
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -385,6 +435,7 @@ class Worker:
 
     def _device_failed(self, text: str, now_ns: int) -> None:
         """Fail all rooms, report the reason, and end soon. The device's copies never end, so their rooms stay open."""
+        self._note_change()
         if not self.mover.failure:
             _log.critical("the device of this worker has failed: %s", text)
             self.mover.fail(text)

@@ -167,10 +167,12 @@ class Mover:
     @property
     def drain_due_ns(self) -> int | None:
         """When to call `drained`; None: no writer is being drained."""
-        return min((drain.due_ns for drain in self._drains.values()), default=None)
+        return min(drain.due_ns for drain in self._drains.values()) if self._drains else None
 
     def drained(self, now_ns: int) -> list[tuple[PeerId, int]]:
         """Return each drained life of a source once. None of its bytes will land any more."""
+        if not self._drains:
+            return []
         over = [key for key, drain in self._drains.items() if drain.is_over(now_ns)]
         for key in over:
             del self._drains[key]
@@ -212,7 +214,7 @@ class Mover:
             attach,
             # A notice has no place for digests.
             transport_announces=not effect.digest_key and wire not in self.resources.transport.announced_by_message,
-            wire=named_wire(wire, effect.way.name.lower()),
+            wire=named_wire(wire, effect.way.label),
         )
         self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:
@@ -298,7 +300,7 @@ class Mover:
             )
             return
         if not end.dropped:
-            self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
+            self.metrics.later(self.metrics.add, "longshore_slabs_total", half="source", way=effect.way.label)
         payload_bytes = 0 if end.dropped else effect.payload_bytes
         session.write_done(
             effect.peer,
@@ -318,9 +320,12 @@ class Mover:
             session.scatter_failed(effect.peer, effect.pair, effect.slab, end.reason, end.error, now_ns)
             return
         if not end.dropped:
-            self.metrics.add("longshore_slabs_total", 1, half="target", way=effect.way.name.lower())
-            self.metrics.observe("longshore_stage_seconds", (now_ns - slab.landed_ns) / 1e9, stage="deliver")
+            self.metrics.later(self._count_delivered, effect.way.label, (now_ns - slab.landed_ns) / 1e9)
         session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
+
+    def _count_delivered(self, way: str, seconds: float) -> None:
+        self.metrics.add("longshore_slabs_total", half="target", way=way)
+        self.metrics.observe("longshore_stage_seconds", seconds, stage="deliver")
 
 
 class PeerBook:

@@ -260,6 +260,8 @@ class NeighbourPools:
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the unregistered pools that were unmapped here since the last call. Call it after each copy's end."""
+        if not self._leaving and not self._owed:
+            return []
         for key, pools in list(self._leaving.items()):
             if all(pool.wait_closed(0) for pool in pools):
                 del self._leaving[key]

@@ -71,7 +71,7 @@ class RoomReporter:
             return
         pairs = []
         for end in effect.pairs:
-            way = end.way.name.lower() if end.way is not None else ""
+            way = end.way.label if end.way is not None else ""
             known = peers.get(end.peer)
             wire = named_wire(known.wire if known is not None else "", way) if way else ""
             pairs.append(PairReport(end.peer.path, way, wire, end.slab_count))
@@ -117,7 +117,7 @@ class RoomReporter:
         left_out_count = max(0, len(records) - SPANS_LISTED_MAX)
         report = RoomReport(
             worker=self._worker,
-            half=effect.half.name.lower(),
+            half=effect.half.label,
             instance=effect.key.instance,
             room=effect.key.room,
             pool=effect.key.pool,

@@ -79,7 +79,7 @@ class Resources:
         self.probe_region = RegionInfo(probe.address, PROBE_BYTES)
         self._probe, self._probe_address = probe, probe.address + PROBE_BYTES
         self.ring_region: RegionInfo | None = None
-        log = StageLog(metrics, spans, deferred=self.device is not None)
+        log = StageLog(metrics, spans, later=self.device is not None)
         lane_count = settings.lane_count if Half.SOURCE in config.roles else 0
         ring_bytes = settings.ring_bytes if Half.TARGET in config.roles else 0
         if self.device is None:
@@ -122,7 +122,7 @@ class Resources:
             self.ring_region = RegionInfo(ring.address, ring.length_bytes, trailer_key=self._trailer_key)
             target = self._target(ring, log)
         self.runner = EventRunner(
-            direct, staged, target, self._ends, log, probe_address=self._probe_address, enter=device.enter
+            direct, staged, target, self._ends, probe_address=self._probe_address, enter=device.enter
         )
 
     def _source(

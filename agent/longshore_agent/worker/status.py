@@ -129,8 +129,12 @@ def _count(worker: DescribedWorker) -> None:
     metrics = worker.metrics
     for half, session in worker.sessions.items():
         _count_session(metrics, half, session, len(session.rooms))
-        metrics.set("longshore_engines", int(worker.engine is not None), half=half.name.lower())
+        metrics.set("longshore_engines", int(worker.engine is not None), half=half.label)
     _count_peers(metrics, list(worker.sessions.values()))
+    for lane in worker.mover.resources.runner.lanes():
+        if lane.slabs:
+            metrics.advance("longshore_lane_slabs_total", lane.slabs, lane=lane.lane)
+            metrics.advance("longshore_lane_bytes_total", lane.bytes_moved, lane=lane.lane)
     if worker.target is not None:
         _count_ring(metrics, worker.target.granter)
     counters = worker.net.counters + worker.mover.counters
@@ -142,7 +146,7 @@ def _count(worker: DescribedWorker) -> None:
 
 def _count_session(metrics: Metrics, half: Half, session: Session, rooms_open: int) -> None:
     """Update the gauges and counters of one core."""
-    metrics.set("longshore_rooms_open", rooms_open, half=half.name.lower())
+    metrics.set("longshore_rooms_open", rooms_open, half=half.label)
     metrics.advance("longshore_retries_total", session.counters["retries"], message="all")
     for name, count in session.counters.items():
         kind, _, rest = name.partition(".")
@@ -205,9 +209,9 @@ def _engines(worker: DescribedWorker, now_ns: int) -> tuple[EngineStatus, ...]:
         for number, pool in worker.requests.pools.items()
     )
     config = worker.config
-    roles = tuple(half.name.lower() for half in config.roles)
+    roles = tuple(half.label for half in config.roles)
     layout = LayoutStatus.of(config.layout)
-    memory = config.memory.name.lower()
+    memory = config.memory.label
     pid, connected_s = worker.engine.peer.pid, (now_ns - worker.engine.connected_ns) / 1e9
     return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, pid, memory, connected_s),)
 
@@ -224,8 +228,8 @@ def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
                 str(peer.epoch),
                 error=_trouble(session, peer),
                 ways=_ways(peer),
-                memory=peer.peer.memory.name.lower(),
-                half=half.name.lower(),
+                memory=peer.peer.memory.label,
+                half=half.label,
                 bytes_moved=peer.bytes_moved,
             )
 
@@ -247,7 +251,7 @@ def _trouble(session: Session, peer: Peer) -> str:
 
 
 def _ways(peer: Peer) -> tuple[str, ...]:
-    return tuple(sorted(way.name.lower() for way in peer.ways))
+    return tuple(sorted(way.label for way in peer.ways))
 
 
 def _open_rooms(worker: DescribedWorker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
@@ -338,7 +342,7 @@ def _status(
         room=str(key.room),
         instance=key.instance,
         pool=key.pool,
-        half=half.name.lower(),
+        half=half.label,
         state=state,
         ways=tuple(sorted({pair.way for pair in pairs} - {_NO_WAY})),
         tokens_wanted=wanted,
@@ -370,11 +374,11 @@ def _pair(pair: SourcePair | TargetPair, state: str, done_count: int, open_count
         pair.peer.instance,
         pair.peer.dp_rank,
         pair.peer.rank,
-        pair.way.name.lower() if moves else _NO_WAY,
+        pair.way.label if moves else _NO_WAY,
         state,
         done_count,
         len(pair.states),
         open_count,
-        why=pair.why.name.lower() if moves else "",
-        peer_memory=pair.peer.memory.name.lower(),
+        why=pair.why.label if moves else "",
+        peer_memory=pair.peer.memory.label,
     )
