@@ -38,6 +38,23 @@ def test_it(tmp_path):
         time.sleep(600)
 """
 
+# Each test takes so long that two processes would share them.
+SHARES = """
+import os, time
+from pathlib import Path
+import pytest
+
+MADE = Path(__file__).parent / "made"
+
+@pytest.fixture(scope="module")
+def shared():
+    with MADE.open("a") as made:
+        made.write(f"{os.environ['PYTEST_XDIST_WORKER']}\\n")
+
+@pytest.mark.parametrize("number", range(20))
+def test_it(shared, number): time.sleep(0.05)
+"""
+
 
 def write(folder: Path, test: str, allowed: str = "") -> None:
     for name in ("conftest.py", "left_behind.py"):
@@ -47,9 +64,9 @@ def write(folder: Path, test: str, allowed: str = "") -> None:
     (folder / "test_one.py").write_text(test, encoding="utf-8")
 
 
-def run_pytest(folder: Path, test: str, allowed: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, test: str, allowed: str, *options: str) -> subprocess.CompletedProcess[str]:
     write(folder, test, allowed)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     # No installed plugin is needed here, and loading all of them takes longer than the run.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
@@ -101,3 +118,13 @@ def test_a_run_fails_if_a_test_leaves_a_process(tmp_path: Path, monkeypatch: pyt
     assert done.returncode == 1, done.stdout
     assert "left running by the tests: " in done.stdout
     assert "sleep 600" in done.stdout
+
+
+def test_tests_that_share_what_a_module_makes_run_in_one_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_RUN_MARK", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    done = run_pytest(tmp_path, SHARES, "", "-p", "xdist", "-n", "2", "--dist", "loadgroup")
+    assert done.returncode == 0, done.stdout
+    assert len((tmp_path / "made").read_text(encoding="utf-8").split()) == 1
