@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
@@ -20,6 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 
 GUARD_BYTES = 192
 POISON = 0xA5
+
+
+def few(cases: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return parameters of tests, of which `make test` takes the named cases, and `make test-all` all."""
+    further = pytest.mark.rest("kernels")
+    return [pytest.param(case, id=name, marks=() if name in names else further) for name, case in cases.items()]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 from kernel_process import KernelProcess
-from page_shapes import SHAPES, Shape
-from test_copy_kernel import SHAPES_OF_DEVICES, SMALL, requests_of
+from page_shapes import SHAPES, Shape, few
+from test_copy_kernel import SHAPES_OF_DEVICES, SMALL, SOME_SHAPES, requests_of
 
 from longshore_agent.kernels.device_grid import Tile, Tuning
 from longshore_wire.layout import Attention, PageOrder
@@ -39,7 +39,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelProcess
         yield process
 
 
-@pytest.mark.parametrize("shape", SHAPES_OF_DEVICES.values(), ids=SHAPES_OF_DEVICES)
+@pytest.mark.parametrize("shape", few(SHAPES_OF_DEVICES, *SOME_SHAPES))
 def test_interpreted_digests_are_those_of_the_reference(shape: Shape, interpreter: KernelProcess) -> None:
     assert interpreter.run("check_digests", shape, requests_of(shape), "cpu") > 0
 

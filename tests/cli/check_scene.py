@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,9 +68,15 @@ def spec_of(**spec: Any) -> Spec:
     return manifest.read(deployment(**spec)).spec
 
 
+@functools.cache
+def _definition() -> Body:
+    found: Body = yaml.safe_load(CRD_TEXT)
+    return found
+
+
 def definition(**spec: Any) -> Body:
     """The CRD as the API server has it, with changes below `spec`."""
-    found: Body = yaml.safe_load(CRD_TEXT)
+    found = copy.deepcopy(_definition())
     found["spec"] = {**found["spec"], "conversion": {"strategy": "None"}, **spec}
     found["status"] = {"conditions": [{"type": "Established", "status": "True"}]}
     return found
@@ -81,7 +89,7 @@ def operator(**changes: Any) -> Operator:
             "name": "longshore-operator",
             "namespace": "longshore-system",
             "labels": {"app.kubernetes.io/version": RELEASE},
-            "annotations": {ANNOTATION: digest(yaml.safe_load(CRD_TEXT)["spec"])},
+            "annotations": {ANNOTATION: digest(_definition()["spec"])},
         },
         "spec": {"replicas": 1, "template": {"spec": {"containers": [container]}}},
         "status": {"availableReplicas": 1, "conditions": [{"type": "Available", "status": "True"}]},

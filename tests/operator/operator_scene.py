@@ -73,7 +73,7 @@ class Scene:
 
     def message(self, condition: str, **more: Any) -> str:
         status = self.decide(**more).status or self.body["status"]
-        return next(entry["message"] for entry in status["conditions"] if entry["type"] == condition)
+        return str(next(entry["message"] for entry in status["conditions"] if entry["type"] == condition))
 
     def apply(self) -> None:
         """Apply the decision, as the API server would."""
