@@ -12,7 +12,7 @@ SHELL := /bin/bash
 # Tests start hundreds of processes. Without cached bytecode, which images of Python often switch off, each of them compiles all
 # modules again: an agent's start takes more than twice the processor time.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install demo test test-all layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
+.PHONY: help install demo test test-all ratchet layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,11 +37,17 @@ install: $(STAMP) ## create .venv with the requirements of all other targets
 demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this machine and compare every byte and token
 	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
+# make test REST=layouts also runs one part of the rest; tests/conftest.py lists the parts
 test: install ## run the tests, in ten minutes on two idle cores; TESTS="tests/wire -k ring" runs some
-	.ci/test $(BIN)/python --rest none $(TESTS)
+	.ci/test $(BIN)/python --rest $(or $(REST),none) $(TESTS)
 
 test-all: install ## run all tests: also storms, all transports and layouts, releases, soak, many seeds of the simulator
 	.ci/test $(BIN)/python $(TESTS)
+
+# make ratchet RATCHET=--write after a change that is worth more work; make ratchet RATCHET='--against HEAD~9'
+ratchet: install ## count the work of fixed scenes; fail if one takes over 3 % more than benchmarks/ratchet.json says
+	.ci/install-valgrind
+	$(BIN)/python benchmarks/ratchet.py $(RATCHET)
 
 layouts: install ## test all pairs of layouts over every transport
 	.ci/test $(BIN)/python tests/agent/test_agent_layouts.py
