@@ -132,7 +132,8 @@ from longshore_agent.control import peer_net  # noqa: E402 - after torch, Triton
 from longshore_agent.control.node_link import AdoptEngine, NodeLink, PoolRegion, PoolWanted  # noqa: E402
 from longshore_agent.memory import cuda  # noqa: E402
 from longshore_agent.settings import Settings  # noqa: E402
-from longshore_agent.transports import base, nixl, nixl_library  # noqa: E402
+from longshore_agent.transports import nixl, nixl_library  # noqa: E402
+from longshore_agent.transports.wire import Wire as WireKind  # noqa: E402
 from longshore_agent.worker import resources  # noqa: E402
 from longshore_agent.worker.config import WorkerConfig  # noqa: E402
 from longshore_agent.worker.loop import Worker  # noqa: E402
@@ -532,7 +533,7 @@ class World:
         played: dict[object, dict[str, object]] = {
             cuda: {"_driver": lambda: library, "_quick": lambda name: getattr(library, name)},
             nixl_library: {"start": Wire(self.driver, polls).start},
-            nixl.NixlTransport: {"probe_wire": lambda *_: base.Wire.NVLINK},
+            nixl.NixlTransport: {"probe_wire": lambda *_: WireKind.NVLINK},
             resources: {"make_ports": lambda _: SimpleNamespace(admit=lambda _: None, lost=lambda: "")},
             peer_net: {"zmq": zmq},
         }

@@ -23,7 +23,6 @@ from longshore_agent.settings import Settings, variable
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.supervisor.reception import installed_version
-from longshore_agent.transports.loopback import parse_faults
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
@@ -121,6 +120,13 @@ def _read_named(settings: Settings) -> _Named:
 
             otel.check(os.environ)
 
+    def loopback() -> None:
+        if settings.loopback_faults:
+            # It needs numpy, whose import takes as long as that of all the rest.
+            from longshore_agent.transports.loopback import parse_faults
+
+            parse_faults(settings.loopback_faults)
+
     faults: list[str] = []
     for name, check in (
         ("run_directory", directory),
@@ -128,7 +134,7 @@ def _read_named(settings: Settings) -> _Named:
         ("http_token_file", token),
         ("crossover_file", table),
         ("otel", telemetry_library),
-        ("loopback_faults", lambda: parse_faults(settings.loopback_faults)),
+        ("loopback_faults", loopback),
     ):
         try:
             check()

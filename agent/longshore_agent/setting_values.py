@@ -12,7 +12,7 @@ from enum import Enum, IntEnum, StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from longshore_agent.transports.base import Wire
+from longshore_agent.transports.wire import Wire
 from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")

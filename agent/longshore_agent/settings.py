@@ -28,7 +28,7 @@ from longshore_agent.setting_values import (
     parse_value,
     unit_of,
 )
-from longshore_agent.transports.base import Wire
+from longshore_agent.transports.wire import Wire
 from longshore_wire import names
 from longshore_wire.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
 from longshore_wire.allowed_wires import AllowedWires

@@ -26,7 +26,8 @@ from longshore_agent.errors import TransportError
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
-from longshore_agent.transports.base import Pieces, Selection, Transport, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
+from longshore_agent.transports.wire import Wire
 
 # The same limit as in an agent's lanes: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4

@@ -13,7 +13,8 @@ from longshore_agent.kernels.copier import Copy, Slab
 from longshore_agent.kernels.digest import NO_DIGESTS, Digests
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
-from longshore_agent.transports.base import Pieces, Wire, WriteState
+from longshore_agent.transports.base import Pieces, WriteState
+from longshore_agent.transports.wire import Wire
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey

@@ -28,9 +28,9 @@ from own_network import (
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import create, data_ports, nixl_library
-from longshore_agent.transports.base import Wire
 from longshore_agent.transports.data_ports import DataPorts, Protection
 from longshore_agent.transports.own_network import interface_of, numeric
+from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS
 

@@ -8,9 +8,10 @@ import pytest
 from fake_nvml import NAMES, FakeNVML
 
 from longshore_agent.transports import nvml
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.nixl import kind_of, rows_of
 from longshore_agent.transports.probe import find_device_wire
+from longshore_agent.transports.wire import Wire
 
 
 class Clocked:

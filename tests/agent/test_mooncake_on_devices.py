@@ -27,12 +27,13 @@ from longshore_agent.memory.cuda import Device
 from longshore_agent.settings import Settings
 from longshore_agent.transport_choice import make_transport
 from longshore_agent.transports import mooncake_engine, nvml
-from longshore_agent.transports.base import Pieces, Wire, WriteState
+from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_fault
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.state import seal
+from longshore_agent.transports.wire import Wire
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo

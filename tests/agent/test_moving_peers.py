@@ -16,7 +16,7 @@ from longshore_agent.pipeline.runners import ThreadRunner
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports.base import Wire
+from longshore_agent.transports.wire import Wire
 from longshore_agent.worker import resources
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover

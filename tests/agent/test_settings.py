@@ -10,7 +10,7 @@ import pytest
 from longshore_agent import settings as module
 from longshore_agent.setting_values import format_bytes, format_value, parse_bytes, unit_of
 from longshore_agent.settings import Settings, variable
-from longshore_agent.transports.base import Wire
+from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire import agent_config
 from longshore_wire.agent_config import AgentConfig, Backend

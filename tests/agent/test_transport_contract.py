@@ -17,8 +17,9 @@ from transport_peer import ANSWER_LIMIT_S, finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Pieces, Selection, Wire, WriteState
+from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Pieces, Selection, WriteState
 from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
+from longshore_agent.transports.wire import Wire
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))

@@ -19,11 +19,12 @@ import pytest
 from transport_peer import ANSWER_LIMIT_S, PeerProcess, finish, mooncake_ports, post, row, strike
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_engine import in_brackets, remote_address
 from longshore_agent.transports.own_network import numeric
 from longshore_agent.transports.state import Regions, seal
+from longshore_agent.transports.wire import Wire
 
 REGION_BYTES = 16 << 20
 BEATS_MIN = 10

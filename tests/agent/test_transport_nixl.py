@@ -15,10 +15,11 @@ from transport_peer import PeerProcess, finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import probe
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.transports.nixl_library import MAGIC, Envelope, check_reach, inbox_name, unpack, unreachable
 from longshore_agent.transports.state import Metadata, seal, unseal
+from longshore_agent.transports.wire import Wire
 
 # More than the sockets between two processes can hold, so that a write to a stopped peer stays open.
 LARGE_BYTES = 64 << 20

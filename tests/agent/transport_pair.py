@@ -8,7 +8,8 @@ import numpy as np
 from transport_peer import PeerProcess, finish, post, row
 
 from longshore_agent.transports import create
-from longshore_agent.transports.base import Transport, Wire, WriteState
+from longshore_agent.transports.base import Transport, WriteState
+from longshore_agent.transports.wire import Wire
 
 # Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX reports fewer deaths of peers to it.
 KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {

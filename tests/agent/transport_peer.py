@@ -24,8 +24,9 @@ from open_ports import listening
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import Pieces, Transport, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Transport, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
+from longshore_agent.transports.wire import Wire
 
 ANSWER_LIMIT_S = 90.0
 

@@ -245,7 +245,7 @@ class ProbeEnd(msgspec.Struct, frozen=True):
     """The result of a probe.
 
     Attributes:
-        wire: value of a `transports.base.Wire`.
+        wire: value of a `transports.wire.Wire`.
         error: why the probe failed; empty: it did not.
     """
 

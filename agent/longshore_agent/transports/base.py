@@ -6,13 +6,13 @@ A transport knows addresses, lengths and opaque notices; it knows no rooms and n
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_agent.transports.wire import Wire
 
 # The longest notice of a `draft`. Both transports that notify carry it in one small message.
 NOTICE_BYTES_MAX = 1024
@@ -22,18 +22,6 @@ METADATA_BYTES_MAX = 1 << 20
 Addresses = npt.NDArray[np.uint64]
 # A list of n pieces that a transport has looked up once, for repeated writes of some of them. Only the transport reads it.
 Prepared = object
-
-
-class Wire(StrEnum):
-    """The wire that really carries bytes between two workers, found by a probe write."""
-
-    UNKNOWN = UNKNOWN_WIRE
-    LOOPBACK = "Loopback"
-    SHARED_MEMORY = "SharedMemory"
-    TCP = "TCP"
-    RDMA = "RDMA"
-    CUDA_IPC = "CudaIPC"
-    NVLINK = "NVLink"
 
 
 class WriteState(Enum):

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports.base import Pieces, Selection, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Write, WriteState
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.process_memory import ProcessMemory, start_time
 from longshore_agent.transports.state import (
@@ -39,6 +39,7 @@ from longshore_agent.transports.state import (
     regions_of,
     unseal,
 )
+from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
 
 ENVIRONMENT_NAME = "LONGSHORE_LOOPBACK_FAULTS"

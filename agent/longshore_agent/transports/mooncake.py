@@ -35,12 +35,13 @@ from typing import Any
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import mooncake_engine
-from longshore_agent.transports.base import Pieces, Selection, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_fault, remote_address
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import CheckedTransport, Regions, WriteBase, check_notice, regions_of, unseal
+from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
 
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.

@@ -27,20 +27,13 @@ import numpy as np
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl_library
-from longshore_agent.transports.base import (
-    Addresses,
-    Pieces,
-    Prepared,
-    Selection,
-    Wire,
-    Write,
-    WriteState,
-)
+from longshore_agent.transports.base import Addresses, Pieces, Prepared, Selection, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox_name, outbox_name, unpack, unreachable
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import Arrivals, PreparedList, TransportBase, WriteBase, check_notice
+from longshore_agent.transports.wire import Wire
 
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports.base import Wire
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, interface_of
 from longshore_agent.transports.state import Metadata, unseal
+from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
 
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")

@@ -16,8 +16,9 @@ import msgspec
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nvml
-from longshore_agent.transports.base import Transport, Wire, Write, WriteState
+from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_agent.transports.own_network import own_sockets, tcp_counts
+from longshore_agent.transports.wire import Wire
 
 # The limit of `Transport.probe_wire`.
 _LIMIT_NS = 5_000_000_000

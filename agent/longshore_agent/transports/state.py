@@ -23,10 +23,10 @@ from longshore_agent.transports.base import (
     Pieces,
     Prepared,
     Selection,
-    Wire,
     WriteState,
 )
 from longshore_agent.transports.own_network import host_identity
+from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
 
 NAME_BYTES_MAX = 200

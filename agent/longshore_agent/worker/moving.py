@@ -25,8 +25,8 @@ from longshore_agent.pipeline.slabs import (
 from longshore_agent.status.metric_table import named_wire
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports.base import Wire
 from longshore_agent.transports.drain import Drain
+from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.engine_requests import EngineRequests
