@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The parts of the tests that `make test` leaves out. `make test-all` runs them, `.ci/run` one of them.
 PARTS = {
     "benches": "runs of the benchmarks with real agents",
-    "kernels": "further shapes of the kernels in Triton's interpreter",
+    "kernels": "further shapes of the kernels in Triton's interpreter and of the reference engine",
     "layouts": "further pairs of layouts",
     "releases": "wheels, releases and the results of benchmarks",
     "simulator": "many seeds of the simulator, all planted bugs, and a hundred thousand rooms",

@@ -115,6 +115,7 @@ def test_the_wire_is_reported_as_it_was_found(place):
     assert [peer["wire"] for peer in peers if peer["instance"] == "source"] == ["TCP"], peers
 
 
+@pytest.mark.rest("storms")
 def test_a_worker_whose_transport_keeps_the_connections_of_peers_that_have_ended_is_replaced_before_it_has_no_descriptor_left(
     tmp_path,
 ):

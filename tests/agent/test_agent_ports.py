@@ -136,7 +136,7 @@ def check_ports(place: Place, kind: str) -> None:
             assert process == expected[name][0] and addresses <= expected[name][1], (name, process, addresses)
 
 
-@pytest.mark.parametrize("kind", sorted(SETTINGS))
+@pytest.mark.parametrize("kind", over(*sorted(SETTINGS, key=lambda kind: kind != "NIXL")))
 def test_an_agent_of_the_loopback_interface_has_the_ports_that_the_page_names_and_no_other(tmp_path, kind):
     with placed(tmp_path, kind, ("127.0.0.1", "127.0.0.1")) as place:
         check_ports(place, kind)
@@ -191,6 +191,7 @@ def test_a_stranger_writes_into_no_kv_page_of_an_agent_over_ucx_and_ends_no_work
         assert place.decode.metric("longshore_worker_restarts_total") == 0
 
 
+@pytest.mark.rest("storms")
 @pytest.mark.own_network
 @pytest.mark.parametrize("kind", over("Mooncake", "NIXL"))
 def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_goes_on(tmp_path, kind):
@@ -224,6 +225,7 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
         assert any(text.startswith("WorkersDying: ") for text in place.decode.status()["unready"])
 
 
+@pytest.mark.rest("storms")
 @pytest.mark.own_network
 def test_noise_in_messages_of_ucx_from_a_peers_own_address_costs_restarts_alone_and_changes_no_page(tmp_path):
     with placed(tmp_path, "NIXL", (HERE, THERE), LONGSHORE_RESTART_BACKOFF_MAX_S="1") as place:

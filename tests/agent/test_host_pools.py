@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_fleet import World
+from agent_fleet import World, over
 from agent_world import (
     EVENT_LIMIT_S,
     MODEL,
@@ -186,18 +186,13 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     "argument.unregister_pool.memory",
 )
 @pytest.mark.parametrize(
-    ("backend", "model", "tp"),
-    [
-        ("NIXL", MODEL, (2, 1)),
-        ("NIXL", LATENT, (1, 2)),
-        ("Mooncake", MODEL, (1, 2)),
-        ("Loopback", LATENT, (2, 1)),
-    ],
+    "options",
+    over(("NIXL", MODEL, (2, 1)), ("NIXL", LATENT, (1, 2)), ("Mooncake", MODEL, (1, 2)), ("Loopback", LATENT, (2, 1))),
 )
 def test_rooms_into_both_memories_at_once_arrive_to_the_token(
-    make: Make, backend: str, model: ModelShape, tp: tuple[int, int]
+    make: Make, options: tuple[str, ModelShape, tuple[int, int]]
 ) -> None:
-    place = make(backend, model, tp)
+    place = make(*options)
     for total, prefix in REQUESTS:
         rooms = [(memory, *place.offer(total)) for memory in TargetMemory]
         for memory, room, data in rooms:
@@ -233,7 +228,7 @@ def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itse
     beside.close()
 
 
-@pytest.mark.parametrize("lost", TargetMemory)
+@pytest.mark.parametrize("lost", over(TargetMemory.HOST, TargetMemory.DEVICE))
 def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(make: Make, lost: TargetMemory) -> None:
     place = make("NIXL", LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="6")
     (rank,) = place.ranks

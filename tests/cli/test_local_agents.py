@@ -68,6 +68,7 @@ def lanes_of(page: MetricsPage) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.rest("benches")
 def test_every_lane_writes_at_least_a_tenth_of_a_single_pair_s_bytes(directory: Path) -> None:
     tokens = 4096
     common = {"ring_bytes": "32Mi", "lane_bytes": "1Mi", "slab_bytes_min": "256Ki", "staging": "Always"}

@@ -9,7 +9,6 @@ import signal
 import urllib.request
 
 import pytest
-from agent_fleet import over
 from left_behind import Marked, marked
 
 from longshore_lab.bench import BenchError, add_arguments, report, run
@@ -217,7 +216,8 @@ def test_an_interrupted_bench_says_so_in_one_line_and_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", over("rooms", "transfer", "crossover", part="benches"))
+@pytest.mark.rest("benches")
+@pytest.mark.parametrize("question", ["rooms", "transfer", "crossover"])
 def test_a_killed_agent_ends_a_bench_by_its_name(question: str) -> None:
     with marked(bench(question)) as run:
         run.read_until(MEASURING[question])

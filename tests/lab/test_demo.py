@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fleet import over
 from left_behind import marked
 
 from longshore_cli.main import main
@@ -107,7 +106,8 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", over("agent", "worker", part="benches"))
+@pytest.mark.rest("benches")
+@pytest.mark.parametrize("part", ["agent", "worker"])
 def test_a_demo_names_the_agent_or_worker_that_was_killed_and_leaves_nothing(part: str) -> None:
     with marked([*DEMO, "--backend", "Loopback"]) as run:
         run.read_until("prefill begins")

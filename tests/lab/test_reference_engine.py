@@ -27,6 +27,7 @@ from longshore_wire.errors import LayoutError
 from longshore_wire.layout import PageOrder
 
 # The largest difference seen between two computations of one logit, and the required ratio of every margin to it.
+FURTHER = pytest.mark.rest("kernels")
 LOGIT_NOISE = 5e-5
 MARGIN_MIN = 20 * LOGIT_NOISE
 SMALL = ModelConfig(layers=2, hidden=48, query_heads=12, kv_heads=6, head_dim=8, mlp=48, vocabulary=64)
@@ -104,7 +105,7 @@ def plain_logits(config: ModelConfig, seed: int, tokens: list[int]) -> Tensor:
     return normal(hidden[-1], edge.final_norm) @ edge.head
 
 
-@pytest.mark.parametrize("length", [1, 16, 33, 150])
+@pytest.mark.parametrize("length", [16, *(pytest.param(length, marks=FURTHER) for length in (1, 33, 150))])
 def test_tokens_equal_those_of_a_plain_forward_pass_over_the_whole_sequence(engine: EngineRank, length: int) -> None:
     prompt = make_prompt(length, length)
     expected: list[int] = []
@@ -135,7 +136,7 @@ def test_both_page_orders_hold_the_same_bytes_and_give_the_same_tokens(engine: E
     other.close()
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=FURTHER) for seed in range(8, 36))])
 def test_zeroed_kv_changes_the_tokens_of_a_prompt_above_31_tokens(
     engine: EngineRank, pages: list[int], seed: int
 ) -> None:
@@ -226,7 +227,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("tp", "order", "page_size"), [(2, PageOrder.NHD, 16), (3, PageOrder.HND, 5)])
+@pytest.mark.parametrize(
+    ("tp", "order", "page_size"), [pytest.param(2, PageOrder.NHD, 16, marks=FURTHER), (3, PageOrder.HND, 5)]
+)
 def test_ranks_in_processes_give_the_tokens_and_the_kv_of_one_rank(
     engine: EngineRank, starter: RankStarter, pages: list[int], tp: int, order: PageOrder, page_size: int
 ) -> None:

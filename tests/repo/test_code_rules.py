@@ -10,6 +10,9 @@ from tree_of_files import Module, modules, modules_of
 
 from longshore_wire.log_lines import FIELDS
 
+# Each process that reads the tree parses all of it.
+pytestmark = pytest.mark.xdist_group("tree")
+
 FUNCTION_LINES_MAX = 70
 BANNED_MODULE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # They execute code from data.

@@ -33,6 +33,9 @@ from longshore_operator import names
 from longshore_operator.settings import Settings as OperatorSettings
 from longshore_wire.names import ENGINE_SOCKET_VARIABLE, ENVIRONMENT_PREFIX, INSTANCE_PREFIX_VARIABLE
 
+# Each process that reads the tree parses all of it.
+pytestmark = pytest.mark.xdist_group("tree")
+
 VARIABLE = re.compile(rf"\b{ENVIRONMENT_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
 MARKER = "pytest.mark.shows"
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from tree_of_files import functions_by_file, text_files
+
+# Each process that reads the tree parses all of it.
+pytestmark = pytest.mark.xdist_group("tree")
 
 DEFECTS = Path("docs/design/2026-11-21-defects-of-others.md")
 LETTERS = "ABCDEFGHIJKLM"

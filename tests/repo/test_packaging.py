@@ -12,6 +12,9 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_of, project, text_files
 
+# Each process that reads the tree parses all of it.
+pytestmark = pytest.mark.xdist_group("tree")
+
 # Distributions whose import packages have another name.
 DISTRIBUTION_OF = {
     "celpy": "cel-python",
