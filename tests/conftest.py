@@ -150,11 +150,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
 
 
 def _end_helpers() -> None:
-    """End the processes that multiprocessing keeps for this one until its end."""
+    """End the processes that multiprocessing, and tests of agents, keep for this one until its end."""
     for name, helper in (("forkserver", "_forkserver"), ("resource_tracker", "_resource_tracker")):
         module = sys.modules.get(f"multiprocessing.{name}")
         if module is not None:
             getattr(module, helper)._stop()
+    agents = sys.modules.get("agent_world")
+    if agents is not None and agents.template.cache_info().currsize:
+        agents.template().close()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

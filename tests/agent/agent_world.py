@@ -7,6 +7,7 @@ lines and answers each by a line. Everything started here is ended by its PID.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from agent_pages import AgentPages
+from agent_template import Forked, Template
 from engine_pages import EnginePages, content
 
 from longshore_client import Client, Half, KVLayout, ModelShape, PageOrder, Parallel, RoomEvent, RoomEventKind, connect
@@ -91,6 +93,15 @@ def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, 
     return found
 
 
+_template_lock = threading.Lock()
+
+
+@functools.cache
+def template() -> Template:
+    """Return what this process forks its agents from."""
+    return Template(_PATH)
+
+
 class Agent(AgentPages):
     """One real agent. `settings` are variables added to CHEAP; `inside` is a prefix of its command, such as nsenter."""
 
@@ -111,13 +122,19 @@ class Agent(AgentPages):
     def start(self) -> None:
         """Start the process, also after an earlier one has ended."""
         (self.directory / "agent.json").unlink(missing_ok=True)
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self._inside, sys.executable, "-m", "longshore_agent.main"],
-                env=self._environment,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+        self.process: Forked | subprocess.Popen[bytes]
+        if self._inside:
+            with (self.directory / "log").open("ab") as log:
+                self.process = subprocess.Popen(
+                    [*self._inside, sys.executable, "-m", "longshore_agent.main"],
+                    env=self._environment,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
+        else:
+            with _template_lock:
+                from_it = template()
+            self.process = from_it.start(self._environment, str(self.directory / "log"))
         self._http = ""
 
     @property
