@@ -132,8 +132,10 @@ def test_pages_are_served_by_https_at_the_given_address_to_who_has_the_token(pla
 @pytest.mark.shows("agent.run_directory")
 def test_an_agent_says_where_it_is_in_its_run_directory(place: Place) -> None:
     for agent in (place.given, place.default):
+        # The file is there once the pages are served.
+        http = agent.http
         state = json.loads((agent.directory / "agent.json").read_bytes())
-        assert (state["socket"], state["http"]) == (str(agent.directory / "agent.sock"), agent.http)
+        assert (state["socket"], state["http"]) == (str(agent.directory / "agent.sock"), http)
         assert Path(state["socket"]).is_socket()
 
 
