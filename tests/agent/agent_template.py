@@ -18,6 +18,8 @@ import threading
 from typing import Any
 
 _REQUEST_BYTES_MAX = 1 << 20
+# Several templates may import their libraries at once.
+_ANSWER_LIMIT_S = 120.0
 
 
 class Forked:
@@ -59,6 +61,7 @@ class Template:
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link.settimeout(_ANSWER_LIMIT_S)
         with theirs:
             self._process = subprocess.Popen(
                 # The last word names in /proc what its forks are.

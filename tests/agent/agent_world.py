@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import own_network
 from agent_pages import AgentPages
 from agent_template import Forked, Template
 from engine_pages import EnginePages, content
@@ -123,7 +124,8 @@ class Agent(AgentPages):
         """Start the process, also after an earlier one has ended."""
         (self.directory / "agent.json").unlink(missing_ok=True)
         self.process: Forked | subprocess.Popen[bytes]
-        if self._inside:
+        # Forks of the template are on its host, which has one network.
+        if self._inside or own_network.inside():
             with (self.directory / "log").open("ab") as log:
                 self.process = subprocess.Popen(
                     [*self._inside, sys.executable, "-m", "longshore_agent.main"],

@@ -65,12 +65,15 @@ PAIRS = [
 FURTHER = pytest.mark.rest("layouts")
 
 
-def but_widest(pairs: Sequence[tuple[str, str]]) -> list[Any]:
-    """Return pairs of layouts, of which `make test` takes those without an engine of sixteen workers."""
-    return [pytest.param(*pair, marks=FURTHER) if "tp16" in pair else pair for pair in pairs]
+LARGEST = {"tp16", "tp8", "many-pp2", "many-pp3", "five-given", "tp1-64"}
 
 
-BOTH_WAYS = but_widest([*PAIRS, *((target, source) for source, target in PAIRS)])
+def but_largest(pairs: Sequence[tuple[str, str]]) -> list[Any]:
+    """Return pairs of layouts, of which `make test` takes those without the engines of many workers and their like."""
+    return [pytest.param(*pair, marks=FURTHER) if LARGEST & {*pair} else pair for pair in pairs]
+
+
+BOTH_WAYS = but_largest([*PAIRS, *((target, source) for source, target in PAIRS)])
 # Cases over every transport: TP above the number of heads, pipelines, pages of 16 and 64 tokens, both page orders, MLA.
 CHOSEN = [
     ("tp2-64", "tp2-hnd"),
@@ -190,7 +193,7 @@ def test_only_what_the_target_lacks_is_sent_wherever_its_prefix_ends(place, sour
 
 @every_backend
 @pytest.mark.parametrize(
-    ("source", "target"), but_widest([("tp8", "tp4"), ("tp16", "tp4"), ("latent-tp4", "latent-tp2")])
+    ("source", "target"), but_largest([("tp8", "tp4"), ("tp16", "tp4"), ("latent-tp4", "latent-tp2")])
 )
 def test_ranks_that_hold_the_same_heads_share_the_work_of_rooms_that_follow_each_other(place, source, target):
     source, target = place.engine(source), place.engine(target)
@@ -207,7 +210,7 @@ def test_ranks_that_hold_the_same_heads_share_the_work_of_rooms_that_follow_each
 
 
 @every_backend
-@pytest.mark.parametrize("peer", ["tp4", "tp1-64"])
+@pytest.mark.parametrize("peer", ["tp4", pytest.param("tp1-64", marks=FURTHER)])
 def test_each_replica_of_data_parallel_attention_is_reached_and_serves_as_itself(place, peer):
     other = place.engine(peer)
     replicas = [place.engine(f"dp-{rank}") for rank in range(2)]
@@ -281,7 +284,8 @@ def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
 @pytest.mark.shows("agent.staging", "field.transfer.staging")
 @every_backend
 @pytest.mark.parametrize(
-    ("source", "target"), but_widest([("tp16", "never"), ("tp2-64", "never"), ("tp2-hnd", "never"), ("tp1-1", "never")])
+    ("source", "target"),
+    but_largest([("tp16", "never"), ("tp2-64", "never"), ("tp2-hnd", "never"), ("tp1-1", "never")]),
 )
 def test_without_staging_the_same_bytes_travel_slice_by_slice(place, source, target):
     source, target = place.engine(source), place.engine(target)
@@ -297,7 +301,7 @@ def test_without_staging_opaque_pages_travel_blob_by_blob(place):
 
 
 @every_backend
-@pytest.mark.parametrize("widest", ["tp8", pytest.param("tp16", marks=FURTHER)])
+@pytest.mark.parametrize("widest", ["tp1-16", *(pytest.param(name, marks=FURTHER) for name in ("tp8", "tp16"))])
 def test_several_prefill_layouts_feed_one_decode_pool_at_once(place, widest):
     target = place.engine("tp4")
     sources = [place.engine(name) for name in (widest, "tp2-64", "tp1-1", "tp2-hnd", "dp-1")]

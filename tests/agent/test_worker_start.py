@@ -65,7 +65,8 @@ def test_an_engine_is_taken_in_while_the_libraries_of_http_are_still_being_loade
     site.mkdir()
     (site / "sitecustomize.py").write_text(GATE.format(path=str(gate)))
     monkeypatch.setattr(agent_world, "_PATH", f"{site}:{agent_world._PATH}")
-    agent = Agent(tmp_path / "agent")
+    # A program, since forks have the libraries.
+    agent = Agent(tmp_path / "agent", inside=["env"])
     try:
         with connect(agent.socket, instance="early", layout=LAYOUT, timeout_s=START_LIMIT_S):
             assert not (agent.directory / "agent.json").exists()
