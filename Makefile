@@ -100,12 +100,12 @@ dashboard: controlplane ## draw the dashboard's graphs from a real Prometheus, a
 	.ci/install-chromium
 	PYTHONPATH=e2e:tests/agent $(BIN)/python e2e/draw_web_page.py docs/images
 
-check: install ## check format, lint, types and import walls, and run the quick tests; required before a commit
+check: install ## check format, lint, types and import walls, and run tests that start no agent; required before a commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slow'
+	TEST_PROCESSES=$$(nproc) .ci/test $(BIN)/python -q --rest none -m 'not slow' tests/wire tests/client tests/engines tests/operator tests/repo
 
 fix: install ## format, and apply the linter's fixes
 	$(BIN)/ruff check --fix .

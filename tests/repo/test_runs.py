@@ -91,6 +91,7 @@ def test_a_line_of_the_list_without_a_reason_is_refused(tmp_path: Path) -> None:
     assert "reason" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
