@@ -38,7 +38,7 @@ demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this ma
 	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
 # make test REST=layouts also runs one part of the rest; tests/conftest.py lists the parts
-test: install ## run the tests, in ten minutes on two idle cores; TESTS="tests/wire -k ring" runs some
+test: install ## run the tests that show each behaviour once; TESTS="tests/wire -k ring" runs some
 	.ci/test $(BIN)/python --rest $(or $(REST),none) $(TESTS)
 
 test-all: install ## run all tests: also storms, all transports and layouts, releases, soak, many seeds of the simulator

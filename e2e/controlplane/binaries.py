@@ -17,7 +17,7 @@ from pathlib import Path
 KUBERNETES_VERSION = "v1.34.4"
 PROMETHEUS_VERSION = "3.16.0"
 MODULES = Path(__file__).parent / "go"
-# The longest build took 3 minutes on two idle cores. Beside tests that use both, at a lower priority, it takes ten times as much.
+# The longest build took 3 minutes on two idle cores. CI builds at a low priority beside tests that use both.
 BUILD_LIMIT_S = 3600.0
 _KUBERNETES_FLAGS = " ".join(
     [
