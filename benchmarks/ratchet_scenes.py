@@ -62,11 +62,11 @@ def long_claim() -> Callable[[], None]:
     """A claim whose page ids travel to the source, and its cancellation."""
     world = World(CLOCK, near=True)
     numbers = iter(range(1_000_000, 2_000_000))
-    source, target = world.sources[0].worker.source, world.target.client
+    source, target = world.source.worker.source, world.target.client
     assert source is not None
 
     def claim() -> None:
-        room, instance = next(numbers), world.sources[0].client.instance
+        room, instance = next(numbers), world.source.client.instance
         target.receive(room, world.endpoints[0], list(range(_LONG_CLAIM_PAGES)), 0, _LONG_CLAIM_PAGES * 64)
         world.run(lambda: any(key.room == room for key in source.rooms))
         target.cancel(room, Half.TARGET, instance=instance)

@@ -514,16 +514,14 @@ class Engine:
 
 
 class World:
-    """Prefill and decode engines with their workers, in this process. `turn` runs each of them once.
+    """A prefill and a decode engine of one rank each with their workers, in this process. `turn` runs each of them once.
 
     Args:
         polls: queries after which a copy and a write are done.
         near: whether the workers belong to one agent, so that slabs go by way DIRECT.
-        sources: number of prefill engines. Each engine has one rank.
-        layers: of the model.
     """
 
-    def __init__(self, clock: Clock, *, polls: int = 1, near: bool = False, sources: int = 1, layers: int = 80) -> None:
+    def __init__(self, clock: Clock, *, polls: int = 1, near: bool = False) -> None:
         self.clock = clock
         self.driver = Driver(polls)
         self.agent = "life.gpu" if near else ""
@@ -541,19 +539,19 @@ class World:
             for name, value in changes.items():
                 setattr(owner, name, value)
         self.settings = Settings(deployment="ratchet/ratchet", backend=Backend.NIXL)
-        model = ModelShape(layers, kv_heads=8, head_dim=128, element_bytes=2)
+        model = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
         layout = KVLayout(model, Parallel(), PAGE_SIZE)
-        self.sources = [Engine(self, f"prefill{number}", Half.SOURCE, layout) for number in range(sources)]
+        self.source = Engine(self, "prefill0", Half.SOURCE, layout)
         self.target = Engine(self, "decode", Half.TARGET, layout)
-        self.engines = [*self.sources, self.target]
+        self.engines = [self.source, self.target]
         self.quiet: list[QuietSource] = []
         self.run(lambda: all(engine.core.state is State.READY for engine in self.engines))
         self.endpoints = [engine.start(PAGE_COUNT, bytes([number]) * 64) for number, engine in enumerate(self.engines)]
         self._room = 0
 
-    def move(self, token_counts: list[int], source: int = 0) -> None:
+    def move(self, token_counts: list[int]) -> None:
         """Move rooms of so many tokens at once, claimed before they are offered, until all their pages are released."""
-        prefill, decode = self.sources[source].client, self.target.client
+        prefill, decode = self.source.client, self.target.client
         rooms, page = [], 0
         for count in token_counts:
             self._room += 1
@@ -561,7 +559,7 @@ class World:
             page += len(pages)
             rooms.append((self._room, pages, count))
         for room, pages, count in rooms:
-            decode.receive(room, self.endpoints[source], pages, 0, count)
+            decode.receive(room, self.endpoints[0], pages, 0, count)
         for room, pages, count in rooms:
             prefill.send(room, pages, 0, count, last=True)
         for room, *_ in rooms:
@@ -595,7 +593,7 @@ class QuietSource:
     """The core of a prefill worker without a worker: it attaches and answers heartbeats."""
 
     def __init__(self, world: World, name: str) -> None:
-        known = world.sources[0].worker
+        known = world.source.worker
         config = dataclasses.replace(known.config.session_config(), instance=name)
         self._core = SourceSession(config, now_ns=time.monotonic_ns())
         self._router = _Socket(zmq.ROUTER)

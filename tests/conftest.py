@@ -156,8 +156,8 @@ def _end_helpers() -> None:
         if module is not None:
             getattr(module, helper)._stop()
     agents = sys.modules.get("agent_world")
-    if agents is not None and agents.template.cache_info().currsize:
-        agents.template().close()
+    if agents is not None:
+        agents.template.close()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -56,17 +56,21 @@ class Forked:
 
 
 class Template:
-    """The process that agents are forked from. Threads may share it."""
+    """The process that agents are forked from; it starts with the first of them. Threads may share it."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _begin(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.settimeout(_ANSWER_LIMIT_S)
         with theirs:
             self._process = subprocess.Popen(
                 # The last word names in /proc what its forks are.
                 [sys.executable, __file__, str(theirs.fileno()), "longshore_agent.main"],
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": self._path},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -76,12 +80,15 @@ class Template:
 
     def ask(self, request: Any) -> Any:
         with self._lock:
+            if self._process is None:
+                self._begin()
             self._link.send(json.dumps(request).encode())
             return json.loads(self._link.recv(_REQUEST_BYTES_MAX))
 
     def close(self) -> None:
-        self._link.close()
-        self._process.wait()
+        if self._process is not None:
+            self._link.close()
+            self._process.wait()
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ lines and answers each by a line. Everything started here is ended by its PID.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -68,6 +67,7 @@ room_ids = itertools.count(2**63 + 1)
 # Agents that were not stopped yet.
 living_agents: list[Agent] = []
 _PATH = os.pathsep.join(entry for entry in sys.path if entry)
+template = Template(_PATH)
 
 
 def wait_for_none(found: Callable[[], list[str]], limit_s: float = EVENT_LIMIT_S) -> None:
@@ -92,15 +92,6 @@ def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, 
         assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what or condition}"
         pause.wait(_PAUSE_S)
     return found
-
-
-_template_lock = threading.Lock()
-
-
-@functools.cache
-def template() -> Template:
-    """Return what this process forks its agents from."""
-    return Template(_PATH)
 
 
 class Agent(AgentPages):
@@ -134,9 +125,7 @@ class Agent(AgentPages):
                     stdin=subprocess.DEVNULL,
                 )
         else:
-            with _template_lock:
-                from_it = template()
-            self.process = from_it.start(self._environment, str(self.directory / "log"))
+            self.process = template.start(self._environment, str(self.directory / "log"))
         self._http = ""
 
     @property

@@ -236,7 +236,7 @@ class Worker:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        # By how many there are.
+        # The most frequent effects are first.
         if isinstance(effect, Send):
             self._steps.begin()
             self.net.send(half, effect.peer, effect.message)

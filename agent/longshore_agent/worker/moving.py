@@ -171,8 +171,6 @@ class Mover:
 
     def drained(self, now_ns: int) -> list[tuple[PeerId, int]]:
         """Return each drained life of a source once. None of its bytes will land any more."""
-        if not self._drains:
-            return []
         over = [key for key, drain in self._drains.items() if drain.is_over(now_ns)]
         for key in over:
             del self._drains[key]
