@@ -112,6 +112,14 @@ def test_the_web_page_is_one_file_whose_script_and_style_alone_its_policy_allows
         assert word not in answer.text
 
 
+def test_the_web_page_names_each_agent_differently(client: httpx.Client, source: Source) -> None:
+    other = serve(create_app(source, RULES), "127.0.0.1", 0)
+    urls = ["/", "/", f"http://127.0.0.1:{other.port}/"]
+    first, again, others = [client.head(url).headers["longshore-agent"] for url in urls]
+    other.stop()
+    assert first == again != others
+
+
 @pytest.mark.parametrize("shared", [True, False, None])
 def test_status_says_of_each_worker_whether_its_gpu_is_shared_by_mps(
     client: httpx.Client, source: Source, *, shared: bool | None

@@ -6,6 +6,7 @@ a byte of the cache.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol
@@ -98,10 +99,13 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
 
 
 def _add_web_page(app: FastAPI) -> None:
+    # By this the page's script knows the agent to which a reader gave the token. It says nothing about the agent.
+    headers = web_page.HEADERS | {"longshore-agent": secrets.token_hex(16)}
+
     # A coroutine, since it takes none of the threads of the other pages.
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def web() -> Response:
-        return Response(web_page.BODY, headers=web_page.HEADERS)
+        return Response(web_page.BODY, headers=headers)
 
 
 def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:

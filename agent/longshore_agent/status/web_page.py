@@ -1,8 +1,7 @@
 """The agent's web page at `/`: one file without data, whose script reads the other pages. Served by `app`.
 
 The policy in `HEADERS` lets a browser run only the script and style of that file, whose digests it names, and lets the
-script read only from this agent. So a name from an engine or a peer cannot become code. By `longshore-agent` the script
-knows the agent to which a reader gave the token.
+script read only from this agent. So a name from an engine or a peer cannot become code.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import secrets
 from pathlib import Path
 
 BODY = Path(__file__).with_name("web_page.html").read_bytes()
@@ -30,8 +28,6 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Differs for each agent and says nothing about it.
-    "longshore-agent": secrets.token_hex(16),
     # A new release of the agent has a new page.
     "cache-control": "no-cache",
 }
