@@ -115,8 +115,8 @@ class Agent(AgentPages):
         """Start the process, also after an earlier one has ended."""
         (self.directory / "agent.json").unlink(missing_ok=True)
         self.process: Forked | subprocess.Popen[bytes]
-        # Forks of the template are on its host, which has one network.
-        if self._inside or own_network.inside():
+        # Forks of the template are on its host, which has one network, and have its modules.
+        if self._inside or own_network.inside() or template.path != _PATH:
             with (self.directory / "log").open("ab") as log:
                 self.process = subprocess.Popen(
                     [*self._inside, sys.executable, "-m", "longshore_agent.main"],
@@ -145,11 +145,9 @@ class Agent(AgentPages):
         return (self.directory / "log").read_text(errors="replace")
 
     def children(self) -> list[int]:
-        return [
-            int(pid)
-            for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")
-            for pid in path.read_text().split()
-        ]
+        """Return the PIDs of its workers and of its self-test."""
+        paths = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [pid for path in paths for pid in map(int, path.read_text().split()) if is_worker(pid)]
 
     def stop(self, limit_s: float = 60.0) -> int:
         """End it and all of its processes; return its exit status."""
@@ -171,9 +169,9 @@ class Agent(AgentPages):
 
 
 def is_worker(pid: int) -> bool:
-    """Whether a PID is still one of an agent's processes."""
+    """Whether a PID is still a process that an agent has started. It is not of the one that forks these."""
     with contextlib.suppress(OSError):
-        return b"longshore_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"\0longshore_agent." in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

@@ -99,6 +99,7 @@ def test_a_geometry_that_reaches_outside_its_region_or_overlaps_is_refused_by_pl
     assert mapped_ranges("longshore-pools-test") == before
 
 
+@pytest.mark.slow
 def test_every_accepted_geometry_of_a_random_sample_keeps_all_rows_inside_and_apart() -> None:
     rng = np.random.default_rng(0)
     accepted = [0, 0]

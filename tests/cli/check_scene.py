@@ -70,7 +70,7 @@ def spec_of(**spec: Any) -> Spec:
 
 @functools.cache
 def _definition() -> Body:
-    found: Body = yaml.safe_load(CRD_TEXT)
+    found: Body = yaml.load(CRD_TEXT, Loader=yaml.CSafeLoader)
     return found
 
 

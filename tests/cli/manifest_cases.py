@@ -256,7 +256,7 @@ CHANGES = {
 @functools.cache
 def crd() -> Body:
     text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
-    schema: Body = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema: Body = yaml.load(text, Loader=yaml.CSafeLoader)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 
 

@@ -87,6 +87,7 @@ def test_every_keyword_of_the_crd_is_one_that_is_checked() -> None:
     assert {key for _, place in places(crd()) for key in place} <= definition.KEYWORDS
 
 
+@pytest.mark.slow
 def test_every_limit_of_the_schema_is_checked() -> None:
     limits = broken_limits()
     silent = [

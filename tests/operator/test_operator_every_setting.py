@@ -34,6 +34,9 @@ from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Poll, World
 from longshore_wire.errors import ConfigError
 
+# Most of them start the operator, which imports for two seconds.
+pytestmark = pytest.mark.slow
+
 
 def until(found: Callable[[], object], what: str) -> None:
     end_s, pause = time.monotonic() + LIMIT_S, threading.Event()

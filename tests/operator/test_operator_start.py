@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -25,6 +27,7 @@ def test_without_a_cluster_it_ends_with_one_line_that_says_how_to_name_one() -> 
     assert "run it in a pod with a ServiceAccount, or name a kubeconfig" in line
 
 
+@pytest.mark.slow
 def test_help_is_shown_and_nothing_starts() -> None:
     ended = started("--help")
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -111,6 +111,7 @@ def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
         wait_for_none(lambda: [line for line in run.left() if not line.startswith(str(run.directory))], LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_run_fails_if_a_test_leaves_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_RUN_MARK", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)

@@ -223,6 +223,7 @@ def test_an_mla_model_with_staging_always_is_refused_naming_both_fields() -> Non
         '{"a": ' + "9" * 50_000 + "}",
         " " * (DOCUMENT_BYTES_MAX + 1),
     ],
+    ids=lambda junk: repr(junk[:20]),
 )
 def test_what_is_no_document_is_a_fault_and_never_another_error(junk: str | bytes) -> None:
     assert faults_of(junk)

@@ -94,6 +94,7 @@ def parallel_sizes(draw: st.DrawFn, model: ModelShape) -> tuple[int, int]:
     return draw(st.sampled_from(fitting)), draw(st.integers(1, min(4, model.layers)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_every_target_element_is_written_exactly_once_from_a_source_that_holds_it(data: st.DataObject) -> None:
