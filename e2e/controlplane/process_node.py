@@ -25,7 +25,7 @@ from typing import Self
 
 from controlplane.cluster import ControlPlane
 from controlplane.node_api import Body, NodeApi, NodeApiError
-from controlplane.process_pod import Container, Image, ProcessPod, free_address
+from controlplane.process_pod import Container, Image, ProcessPod, claim_number, free_address
 from controlplane.waiting import until
 
 _TURN_S = 0.3
@@ -36,7 +36,6 @@ _CONFLICT = 409
 _TRY_LIMIT_S = 30.0
 _ERRORS_MAX = 100
 _ALLOCATABLE = {"cpu": "64", "memory": "256Gi", "ephemeral-storage": "1Ti", "pods": "110"}
-_numbers = itertools.count()
 
 
 def missing_rights() -> str:
@@ -63,7 +62,7 @@ class ProcessNode:
         # Short, because paths of UNIX sockets are limited.
         self.folder = Path(tempfile.mkdtemp(prefix="node-"))
         self.host = self.folder / "h"
-        self._number = next(_numbers)
+        self._number, self._claim = claim_number()
         self._count = itertools.count()
         self._pods: dict[str, ProcessPod] = {}
         self._renewed_s = 0.0
@@ -86,6 +85,7 @@ class ProcessNode:
             pod.stop()
         self._plane.try_kubectl("delete", "node", self.name, "--wait=false")
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._claim.close()
 
     def pod(self, namespace: str, prefix: str) -> ProcessPod:
         """Return the one pod with this prefix that is not ending. Raises AssertionError unless there is exactly one."""

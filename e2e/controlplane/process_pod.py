@@ -34,6 +34,9 @@ _CONTAINER = Path(__file__).with_name("container.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ssl")
 _TREE = Path(__file__).resolve().parents[2]
 _NOT_FOUND = 404
+_NODES_MAX, _PODS_MAX = 200, 250
+# The end of the address, and the port, that a node binds as long as it has its number.
+_CLAIM, _CLAIM_PORT = 254, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,10 +431,26 @@ def _now() -> str:
     return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def claim_number() -> tuple[int, socket.socket]:
+    """Return a number that no other node on this machine has until the socket is closed."""
+    for number in range(_NODES_MAX):
+        claim = socket.socket()
+        try:
+            claim.bind((_address(number, _CLAIM), _CLAIM_PORT))
+        except OSError:
+            claim.close()
+        else:
+            return number, claim
+    raise AssertionError(f"{_NODES_MAX} nodes run on this machine")
+
+
 def free_address(number: int, count: int) -> str:
     """Return an unused loopback address for the pod `count` of the node `number`."""
-    assert 0 <= number < 200, number
-    address = f"127.{200 + number // 100}.{number % 100}.{count % 250 + 1}"
+    address = _address(number, count % _PODS_MAX + 1)
     with socket.socket() as probe:
         probe.bind((address, 0))
     return address
+
+
+def _address(number: int, place: int) -> str:
+    return f"127.{200 + number // 100}.{number % 100}.{place}"
