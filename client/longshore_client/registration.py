@@ -6,7 +6,6 @@ Called by engines and connectors. `client.Client` offers everything that follows
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Collection
 
 from longshore_client import arguments
@@ -69,7 +68,7 @@ def _hello(instance: str, layout: KVLayout, device: str, roles: Collection[Half]
         arguments.struct("layout", layout, KVLayout),
         arguments.text("device", device),
         arguments.roles_of(roles),
-        engine=1 + secrets.randbelow(2**63 - 1),
+        engine=1 + (int.from_bytes(os.urandom(8), "little") >> 2),
         pid=os.getpid(),
     )
     hello.layout.check()
@@ -81,4 +80,4 @@ def new_instance() -> str:
 
     It begins with LONGSHORE_ENGINE_INSTANCE_PREFIX, or "engine".
     """
-    return f"{os.environ.get(INSTANCE_PREFIX_VARIABLE) or 'engine'}-{secrets.token_hex(6)}"
+    return f"{os.environ.get(INSTANCE_PREFIX_VARIABLE) or 'engine'}-{os.urandom(6).hex()}"

@@ -171,12 +171,12 @@ def test_the_answer_to_a_change_of_a_field_is_what_the_operator_renders(field: s
     changes = [(before, after), (after, before)]
     # The way back differs by the groups of the running deployment alone.
     for one, two in changes if selectors == "apart" or "nodeSelector" in field else changes[:1]:
-        found = effects(one, two)
-        assert answer(found) == truth(one, two)
+        found, expected = effects(one, two), truth(one, two)
+        assert answer(found) == expected
         # Every effect names the field, and a field without any is told to be in place.
         assert any(cause.startswith(f"spec.{field}") for each in found for cause in each.fields)
         is_in_place = any(each.effect == "in place" for each in found)
-        assert is_in_place == (truth(one, two) == (set(), set()) and field not in {"decode.target", "paused"}) or (
+        assert is_in_place == (expected == (set(), set()) and field not in {"decode.target", "paused"}) or (
             field == "paused"
         )
 
