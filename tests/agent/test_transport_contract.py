@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from agent_fleet import over
 from transport_pair import KINDS, POISON, REGION_BYTES, WIRES, Pair
 from transport_peer import ANSWER_LIMIT_S, finish, post, row
 
@@ -21,8 +22,11 @@ from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX
 from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
 from longshore_agent.transports.wire import Wire
 
+NIXL = over("nixl-tcp", "nixl-shm", "nixl-alone")
+EACH = ["loopback", "mooncake-tcp", *NIXL]
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
+
+@pytest.fixture(scope="module", params=EACH)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """One pair for all tests that leave it usable."""
     pair = Pair(request.param, f"shared-{request.param}")
@@ -30,7 +34,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.close()
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=EACH)
 def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A separate pair for tests that break it."""
     pair = Pair(request.param, f"fresh-{request.param}")
@@ -375,7 +379,7 @@ def test_no_write_to_a_dead_peer_is_ever_done_however_small(fresh: Pair) -> None
 
 
 # Other transports leave no write open if the peer does not read, or have their own tests for it.
-@pytest.mark.parametrize("fresh", [kind for kind in sorted(KINDS) if kind.startswith("nixl")], indirect=True)
+@pytest.mark.parametrize("fresh", NIXL, indirect=True)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_disconnected(
     fresh: Pair, end: signal.Signals
