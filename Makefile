@@ -105,7 +105,7 @@ check: install ## check format, lint, types and import walls, and run tests that
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	.ci/test $(BIN)/python -q --rest none -m 'not slow' tests/wire tests/client tests/engines tests/operator tests/repo
+	TEST_PROCESSES=$$(nproc) .ci/test $(BIN)/python -q --rest none -m 'not slow' tests/wire tests/client tests/engines tests/operator tests/repo
 
 fix: install ## format, and apply the linter's fixes
 	$(BIN)/ruff check --fix .

@@ -93,7 +93,7 @@ def test_a_line_of_the_list_without_a_reason_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [2, pytest.param(0, marks=pytest.mark.rest("storms"))])
 def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
     processes: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,8 @@ class RingAgainstByteMap(RuleBasedStateMachine):
         assert self.ring.region_count == len(self.live) + len(self.held)
 
 
-TestRingAgainstByteMap = RingAgainstByteMap.TestCase
+# Alone at the end of a run it would keep the other processes waiting.
+TestRingAgainstByteMap = pytest.mark.slow(RingAgainstByteMap.TestCase)
 TestRingAgainstByteMap.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
 
 
