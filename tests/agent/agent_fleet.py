@@ -77,14 +77,8 @@ class Fleet:
         return [left for agent in self.agents for left in agent.leftovers()]
 
 
-_fleets: dict[str, Fleet] = {}
-
-
-def fleet_of(backend: str, request: pytest.FixtureRequest, directories: pytest.TempPathFactory) -> Fleet:
-    """Yield the fleet of a backend, made once a session, since starting it takes longer than all of its tests."""
-    if backend in _fleets:
-        return _fleets[backend]
-    directory = directories.mktemp(backend)
+def start_fleet(backend: str, directory: Path) -> tuple[World, Fleet]:
+    """Start the fleet of a backend; return the world that ends it, and the fleet."""
     nixl = backend == "NIXL"
     settings = {"LONGSHORE_BACKEND": backend}
     if nixl:
@@ -92,7 +86,6 @@ def fleet_of(backend: str, request: pytest.FixtureRequest, directories: pytest.T
         curve.write(curve.generate(), directory)
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(directory)
     world = World(directory, **settings)
-    request.session.addfinalizer(world.close)
     prefill, decode = world.agent("prefill"), world.agent("decode")
     forced = world.agent("forced", LONGSHORE_FORCE_WAY="Staged" if backend == "Loopback" else "Slices")
     three = {"page_size": 4} if nixl else {"order": PageOrder.HND}
@@ -104,5 +97,4 @@ def fleet_of(backend: str, request: pytest.FixtureRequest, directories: pytest.T
         "other_way": world.engine(forced, "other-way", roles=[Half.TARGET]),
     }
     engines = {name: engine.result() for name, engine in starting.items()}
-    _fleets[backend] = Fleet(backend, prefill, decode, forced, **engines)
-    return _fleets[backend]
+    return world, Fleet(backend, prefill, decode, forced, **engines)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from abort_storm import Storm
-from agent_fleet import fleet_of, over
+from agent_fleet import Fleet, over
 from agent_world import Request, wait_for_none
 from half_worker import PEERS
 
@@ -69,9 +69,9 @@ def test_aborts_that_meet_a_write_change_no_page_of_another_room(storm: Storm, a
 @pytest.mark.rest("storms")
 @pytest.mark.parametrize("backend", ["Loopback", "Mooncake", "NIXL"])
 def test_rooms_of_real_agents_that_are_cancelled_in_mid_write_change_no_page_of_another_room(
-    backend: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    backend: str, fleet_of: Callable[[str], Fleet]
 ) -> None:
-    fleet = fleet_of(backend, request, tmp_path_factory)
+    fleet = fleet_of(backend)
     chosen, pause = random.Random(3), threading.Event()
 
     def overtaken() -> float:

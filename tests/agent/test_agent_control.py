@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from agent_fleet import Fleet, fleet_of
+from agent_fleet import Fleet
 from agent_world import (
     DEPLOYMENT,
     EVENT_LIMIT_S,
@@ -63,9 +63,9 @@ ANSWER_LIMIT_MS, SILENCE_MS = 60_000, 300
 
 
 @pytest.fixture(scope="module")
-def fleet(request, tmp_path_factory) -> Fleet:
+def fleet(fleet_of) -> Fleet:
     """The fleet whose links are encrypted."""
-    return fleet_of("NIXL", request, tmp_path_factory)
+    return fleet_of("NIXL")
 
 
 @pytest.fixture

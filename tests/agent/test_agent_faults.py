@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_fleet import World, fleet_of
+from agent_fleet import World
 from agent_world import (
     EVENT_LIMIT_S,
     Agent,
@@ -233,10 +233,8 @@ def test_a_killed_worker_fails_its_rooms_on_both_sides_and_a_new_one_serves_the_
     assert target.intact()
 
 
-def test_a_killed_worker_fails_the_rooms_of_its_sibling_ranks_too_and_nixl_goes_on_with_its_next_life(
-    place, request, tmp_path_factory
-):
-    fleet = fleet_of("NIXL", request, tmp_path_factory)
+def test_a_killed_worker_fails_the_rooms_of_its_sibling_ranks_too_and_nixl_goes_on_with_its_next_life(fleet_of):
+    fleet = fleet_of("NIXL")
     epoch = fleet.two.ranks[1].client.epoch
     each = Request(fleet.two, fleet.three, 200, cuts=(100,))
     each.claim()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from agent_fleet import Fleet, fleet_of
+from agent_fleet import Fleet
 from agent_world import EVENT_LIMIT_S, Engine, Request, wait_for, wait_for_none
 
 from longshore_wire.engine_messages import Half
@@ -12,8 +12,8 @@ LANES = 4
 
 
 @pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
-def fleet(request, tmp_path_factory) -> Fleet:
-    return fleet_of(request.param, request, tmp_path_factory)
+def fleet(request, fleet_of) -> Fleet:
+    return fleet_of(request.param)
 
 
 def requests(source: Engine, target: Engine) -> list[Request]:

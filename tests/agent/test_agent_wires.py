@@ -6,12 +6,12 @@ Engines of one agent copy directly, without a wire, so the list does not apply t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from agent_fleet import Fleet, World, fleet_of
+from agent_fleet import Fleet, World
 from agent_world import START_LIMIT_S, Agent, Engine, Request, wait_for
 
 from longshore_client import Half, Reason, RoomEventKind
@@ -40,8 +40,10 @@ class Place:
 
 
 @pytest.fixture(scope="module", params=sorted(FOUND))
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    fleet = fleet_of(request.param, request, tmp_path_factory)
+def place(
+    request: pytest.FixtureRequest, fleet_of: Callable[[str], Fleet], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
+    fleet = fleet_of(request.param)
     settings = {"LONGSHORE_BACKEND": fleet.backend, "LONGSHORE_WIRES": ASKED[fleet.backend], "LONGSHORE_DIRECT": "true"}
     if fleet.backend == "NIXL":
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(fleet.prefill.directory.parent)
@@ -127,9 +129,9 @@ def test_a_self_test_inside_one_host_is_judged_only_where_it_tells_of_other_host
 
 
 def test_an_agent_that_opens_no_port_and_one_that_needs_it_to_say_so_to_both_engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    fleet_of: Callable[[str], Fleet], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    fleet = fleet_of("NIXL", request, tmp_path_factory)
+    fleet = fleet_of("NIXL")
     keys = str(fleet.prefill.directory.parent)
     settings = {"LONGSHORE_BACKEND": "NIXL", "LONGSHORE_WIRES": "SharedMemory", "LONGSHORE_KEYS_DIRECTORY": keys}
     world = World(tmp_path_factory.mktemp("alone"), **settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from agent_fleet import Fleet, fleet_of
+from agent_fleet import Fleet
 from agent_world import DEPLOYMENT, EVENT_LIMIT_S, MODEL, Agent, Engine, Request, wait_for, wait_for_none
 from fault_judge import WrongJudge, carries
 from fault_table import DONE, NOTHING, failed, refused, wrong
@@ -37,9 +37,9 @@ OTHER_MODEL = ModelShape(9, 12, 32, 4)
 
 
 @pytest.fixture(scope="module")
-def fleet(request, tmp_path_factory) -> Fleet:
+def fleet(fleet_of) -> Fleet:
     """The fleet whose links are encrypted. At the first agent `two` and `one` offer, and `one` also claims."""
-    found = fleet_of("NIXL", request, tmp_path_factory)
+    found = fleet_of("NIXL")
     # Open permanent connections first, so that they do not count as growth.
     for target in (found.same, found.three):
         arrives(found, target)

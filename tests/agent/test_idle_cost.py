@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from agent_fleet import Fleet, fleet_of, over
+from agent_fleet import Fleet, over
 from agent_world import Request, cpu_s, wait_for, wakes
 
 from longshore_client import WaitTimeout
@@ -30,8 +30,8 @@ def fixed_work_s() -> float:
 
 
 @pytest.fixture(scope="module", params=over("NIXL", "Mooncake", "Loopback"))
-def fleet(request, tmp_path_factory) -> Fleet:
-    return fleet_of(request.param, request, tmp_path_factory)
+def fleet(request, fleet_of) -> Fleet:
+    return fleet_of(request.param)
 
 
 def test_an_idle_worker_uses_less_than_a_hundredth_of_a_core_with_peers_and_open_offers(fleet):
