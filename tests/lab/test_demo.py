@@ -87,7 +87,7 @@ def test_the_demo_fails_and_names_the_room_where_one_token_differs() -> None:
 @pytest.mark.parametrize(
     ("number", "moment", "status"),
     [
-        (signal.SIGINT, "prefill begins", 130),
+        pytest.param(signal.SIGINT, "prefill begins", 130, marks=pytest.mark.rest("benches")),
         (signal.SIGTERM, "starting 3 agents (Loopback", 143),
     ],
 )

@@ -297,6 +297,7 @@ def test_an_instance_that_is_closed_before_torch_is_loaded_starts_nothing() -> N
     assert not Path(f"/proc/{starter.pid}").exists()
 
 
+@pytest.mark.rest("kernels")
 def test_an_extension_runs_beside_the_engine_and_gets_its_own_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,10 +26,6 @@ BANNED_CALLS_IN_TESTS = {"time.sleep", "sleep", "asyncio.sleep"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
-
-
 def written_name(node: ast.expr) -> str:
     """A call's target as it is written, such as `torch.load`."""
     if isinstance(node, ast.Attribute):
@@ -38,7 +34,7 @@ def written_name(node: ast.expr) -> str:
 
 
 def banned_calls(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in BANNED_METHODS:
             yield f"{module.at(node)}: {node.attr}"
         if not isinstance(node, ast.Call):
@@ -54,7 +50,7 @@ def banned_calls(module: Module) -> Iterator[str]:
 
 
 def banned_imports(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -84,7 +80,8 @@ def test_no_function_is_longer_than_a_screen() -> None:
     lengths = {
         f"{module.at(node)} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for module in modules()
-        for node in functions(module.tree)
+        for node in module.nodes
+        if isinstance(node, Function)
     }
     assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
 
@@ -116,11 +113,11 @@ LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 
 def unknown_log_fields(module: Module) -> Iterator[str]:
     """Return the fields of log lines that no formatter writes: in `extra={}`, or in the `fields = {}` that is passed."""
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    calls = [node for node in module.nodes if isinstance(node, ast.Call)]
     calls = [call for call in calls if written_name(call.func).rpartition(".")[2] in LOGGING]
     given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "extra"]
     if any(isinstance(value, ast.Name) for value in given):
-        assigned = [node for node in ast.walk(module.tree) if isinstance(node, ast.Assign)]
+        assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
         given += [node.value for node in assigned if any(written_name(target) == "fields" for target in node.targets)]
     for value in given:
         if isinstance(value, ast.Dict):

@@ -121,7 +121,7 @@ class Shown:
 def own_tests(module: Module) -> Iterator[Function]:
     """Return the tests of a file. Only files that pytest collects have any."""
     if module.path.parts[0] in {"tests", "e2e"} and module.path.name.startswith("test_"):
-        found = (node for node in ast.walk(module.tree) if isinstance(node, Function))
+        found = (node for node in module.nodes if isinstance(node, Function))
         yield from (node for node in found if node.name.startswith("test_"))
 
 
@@ -154,7 +154,7 @@ def unread_markers(module: Module) -> Iterator[str]:
         for marker in markers(test)
         if 0 < len(named(marker)) == len(marker.args) + len(marker.keywords)
     }
-    uses = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr == "shows"]
+    uses = [node for node in module.nodes if isinstance(node, ast.Attribute) and node.attr == "shows"]
     return (module.at(node) for node in uses if ast.unparse(node) == MARKER and node not in read)
 
 

@@ -84,7 +84,7 @@ def names_of(requirements: list[str]) -> set[str]:
 
 def foreign_imports(module: Module) -> Iterator[str]:
     """Return the distributions that a module imports from, without ours and the standard library."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
