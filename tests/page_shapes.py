@@ -212,7 +212,7 @@ SHAPES = {
     "one head": Shape(heads=1, order=PageOrder.HND),
 }
 
-# Their tests take as long as those of all others.
+# Their tests take the longest.
 LARGE = {"pages of 256", "pages of 256, HND"}
 # Only CPUs copy rows whose elements are apart.
 CPU_SHAPES = SHAPES | {

@@ -77,8 +77,8 @@ class Fleet:
         return [left for agent in self.agents for left in agent.leftovers()]
 
 
-def start_fleet(backend: str, directory: Path) -> tuple[World, Fleet]:
-    """Start the fleet of a backend; return the world that ends it, and the fleet."""
+def start_fleet(backend: str, directory: Path, worlds: contextlib.ExitStack) -> Fleet:
+    """Start the fleet of a backend, which `worlds` ends."""
     nixl = backend == "NIXL"
     settings = {"LONGSHORE_BACKEND": backend}
     if nixl:
@@ -86,6 +86,7 @@ def start_fleet(backend: str, directory: Path) -> tuple[World, Fleet]:
         curve.write(curve.generate(), directory)
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(directory)
     world = World(directory, **settings)
+    worlds.callback(world.close)
     prefill, decode = world.agent("prefill"), world.agent("decode")
     forced = world.agent("forced", LONGSHORE_FORCE_WAY="Staged" if backend == "Loopback" else "Slices")
     three = {"page_size": 4} if nixl else {"order": PageOrder.HND}
@@ -97,4 +98,4 @@ def start_fleet(backend: str, directory: Path) -> tuple[World, Fleet]:
         "other_way": world.engine(forced, "other-way", roles=[Half.TARGET]),
     }
     engines = {name: engine.result() for name, engine in starting.items()}
-    return world, Fleet(backend, prefill, decode, forced, **engines)
+    return Fleet(backend, prefill, decode, forced, **engines)

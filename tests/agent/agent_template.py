@@ -148,6 +148,7 @@ def _fork_children_of_this() -> None:
     theirs.close()
     of_programs = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
+    # The places of its arguments are the same in CPython 3.11 to 3.13.
     def start(self: Any, args: Any, *others: Any) -> None:
         if args[:2] != [sys.executable, "-m"]:
             of_programs(self, args, *others)

@@ -169,7 +169,7 @@ class Agent(AgentPages):
 
 
 def is_worker(pid: int) -> bool:
-    """Whether a PID is still a process that an agent has started. It is not of the one that forks these."""
+    """Whether a PID is still that of a worker or a self-test. The process that forks them is neither."""
     with contextlib.suppress(OSError):
         return b"\0longshore_agent." in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator
 
 import own_network
 import pytest
-from agent_fleet import Fleet, World, start_fleet
+from agent_fleet import Fleet, start_fleet
 from agent_world import living_agents
 from fault_judge import SceneJudge, WrongJudge
 from fault_table import Scene
@@ -17,16 +18,13 @@ from half_worker import Halves
 @pytest.fixture(scope="session")
 def fleet_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Fleet]]:
     """Yield a function that returns the fleet of a backend. It starts once, since that takes longer than all of its tests."""
-    started: dict[str, tuple[World, Fleet]] = {}
+    with contextlib.ExitStack() as worlds:
 
-    def fleet(backend: str) -> Fleet:
-        if backend not in started:
-            started[backend] = start_fleet(backend, tmp_path_factory.mktemp(backend))
-        return started[backend][1]
+        @functools.cache
+        def fleet(backend: str) -> Fleet:
+            return start_fleet(backend, tmp_path_factory.mktemp(backend), worlds)
 
-    yield fleet
-    for world, _ in started.values():
-        world.close()
+        yield fleet
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import status_scene
-import yaml
 
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.node_facts import NodeFacts
 from longshore_cli import operator_deployments
 from longshore_cli.agent_report import report_of
+from longshore_cli.analyze.definition import parse
 from longshore_cli.check import before
 from longshore_cli.check.before import Before, Subject, Tried
 from longshore_cli.check.lines import Line
@@ -70,7 +70,7 @@ def spec_of(**spec: Any) -> Spec:
 
 @functools.cache
 def _definition() -> Body:
-    found: Body = yaml.load(CRD_TEXT, Loader=yaml.CSafeLoader)
+    found: Body = parse(CRD_TEXT)
     return found
 
 

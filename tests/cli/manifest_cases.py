@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from longshore_cli.analyze.definition import parse
 
 Body = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -256,7 +256,7 @@ CHANGES = {
 @functools.cache
 def crd() -> Body:
     text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
-    schema: Body = yaml.load(text, Loader=yaml.CSafeLoader)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema: Body = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from operator_scene import IMAGES
 
 from longshore_cli.analyze.changes import Effect, effects
+from longshore_cli.analyze.definition import parse
 from longshore_cli.analyze.sizes import sizes
 from longshore_operator import names
 from longshore_operator.render.children import render
@@ -183,7 +183,7 @@ def test_the_answer_to_a_change_of_a_field_is_what_the_operator_renders(field: s
 
 def test_every_field_is_in_the_table() -> None:
     text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
-    spec = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
     def leaves(place: Body, path: str) -> list[str]:
         inner = place.get("properties")

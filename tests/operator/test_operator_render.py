@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 import zmq
 from operator_scene import KEY, Scene, settled
 
 from longshore_agent.control.curve import KEYS_FILE, PREVIOUS_FILE, CurveKeys
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_agent.status.snapshot import AgentStatus
+from longshore_cli.analyze.definition import parse
 from longshore_operator import keys, kinds, names, reports
 from longshore_operator.reference import CRD, pages
 from longshore_operator.render.children import keys_secret
@@ -287,7 +287,7 @@ def test_what_is_read_of_an_agent_is_what_agents_say() -> None:
 
 def test_the_definition_the_models_and_the_chart_have_the_same_fields() -> None:
     definition = (ROOT / CRD).read_text(encoding="utf-8")
-    schema = yaml.safe_load(definition)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    schema = parse(definition)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
     def compare(kind: Any, place: dict[str, Any], path: str) -> None:
         fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -303,7 +303,7 @@ def test_the_definition_the_models_and_the_chart_have_the_same_fields() -> None:
 
 
 def test_defaults_of_the_definition_are_those_of_the_models() -> None:
-    schema = yaml.safe_load((ROOT / CRD).read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = parse((ROOT / CRD).read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     agents = schema["properties"]["spec"]["properties"]["agents"]["properties"]
     given = Agents()
     for field in msgspec.structs.fields(Agents):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from longshore_agent.settings import Settings
+from longshore_cli.analyze.definition import parse
 from longshore_wire.manifest import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +39,7 @@ def deployment(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_an_api_server_fills_in_is_what_the_types_fill_in_and_the_settings_are_their_defaults() -> None:
-    schema = yaml.safe_load(DEFINITION.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = parse(DEFINITION.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     spec = filled(schema["properties"]["spec"], NEEDED)
     assert spec["prefill"]["staging"] == {"bufferSize": "64Mi", "lanes": 4}
     left_out, filled_in = read(deployment(NEEDED)), read(deployment(spec))

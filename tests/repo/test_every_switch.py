@@ -27,6 +27,7 @@ from tree_of_files import ROOT, Module, file_paths, modules
 
 import longshore_client
 from longshore_agent.settings import Settings as AgentSettings
+from longshore_cli.analyze.definition import parse
 from longshore_client import ArgumentError, Client, cuda
 from longshore_engines.vllm_checks import setting
 from longshore_operator import names
@@ -58,7 +59,7 @@ def fields(place: dict[str, Any], path: str = "") -> Iterator[str]:
 
 def resource_fields() -> set[str]:
     text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
-    schema = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return set(fields(schema["properties"]["spec"]))
 
 

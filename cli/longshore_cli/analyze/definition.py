@@ -39,16 +39,21 @@ KEYWORDS = frozenset({
 _SHOWN_CHARACTERS_MAX = 60
 
 
-@functools.cache
-def schema() -> Schema:
-    """Return the schema of the kind, without its status, which the API server ignores in a manifest."""
+def parse(text: str) -> Body:
+    """Return the CRD in `text`, a file of this project."""
     # Imported here, since other commands run without it.
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
-    text = resources.files("longshore_cli.analyze").joinpath(FILE).read_text(encoding="utf-8")
     # The parser in C takes a tenth of the time. Builds of PyYAML without libyaml lack it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: Schema = yaml.load(text, Loader=loader)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]  # noqa: S506
+    found: Body = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    return found
+
+
+@functools.cache
+def schema() -> Schema:
+    """Return the schema of the kind, without its status, which the API server ignores in a manifest."""
+    text = resources.files("longshore_cli.analyze").joinpath(FILE).read_text(encoding="utf-8")
+    found: Schema = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     properties = {name: entry for name, entry in found["properties"].items() if name != "status"}
     return found | {"properties": properties}
 
