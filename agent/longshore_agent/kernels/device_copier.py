@@ -20,7 +20,16 @@ from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_digest import BoundDigest, CopyDigests, Digested, DigestMemories
 from longshore_agent.kernels.device_kernel import CopyStream
-from longshore_agent.kernels.device_launch import BoundCopy, Paged, PageIds, Place, PlaneTable, Side, shape_of
+from longshore_agent.kernels.device_launch import (
+    BoundCopy,
+    Paged,
+    PageIds,
+    Place,
+    PlaneTable,
+    Side,
+    id_memory,
+    shape_of,
+)
 from longshore_agent.kernels.digest import NO_DIGESTS
 from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingRange
@@ -41,6 +50,8 @@ _log = logging.getLogger(__name__)
 # Page lists that stay on the device, half a kilobyte and more each: more than the rooms that move at once, on both
 # sides. A dropped list is copied again while its slab waits.
 _HELD_LISTS_MAX = 4096
+# Ids of a list whose memory is allocated before it is needed. An allocator of GPU memory gives no fewer bytes.
+_SHORT_LIST = 128
 # Shapes of slabs between two sides. A room has two for each peer: one for its last slab, one for all others.
 _SHAPES_MAX = 4096
 # Poll interval of `wait`, which a worker calls when it ends.
@@ -151,6 +162,7 @@ class DeviceCopier:
         self._copies: dict[_Shape, BoundCopy] = {}
         # A room has one array of ids, and a new array after it has grown.
         self._lists: IdentityCache[PageIds] = IdentityCache(_HELD_LISTS_MAX)
+        self._spare_ids: torch.Tensor | None = None
         self._events: list[cuda.Event] = []
         self._trailers: list[cuda.HostBytes] = []
         # Keys: a pool, the stream, and `shape_of`.
@@ -189,6 +201,9 @@ class DeviceCopier:
         """
         stream = self._directs if direct else self._scatters if to_write else self._gathers
         self._held(pool, pages, first_page, stream, to_write=to_write)
+        if self._spare_ids is None:
+            # For the first slab of the next room, which waits for its list.
+            self._spare_ids = id_memory(_SHORT_LIST, self._device)
 
     def submit(self, copy: Copy) -> DeviceTicket | None:
         """See `copier.Copier`. Compiles gathers, scatters and digests in this thread, direct copies in another one.
@@ -281,13 +296,13 @@ class DeviceCopier:
     def _held(
         self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *purpose: object, to_write: bool
     ) -> PageIds:
-        return self._lists.get(
-            lambda: PageIds(pool, pages, self._device, first_page, stream, to_write=to_write),
-            pages,
-            pool,
-            stream,
-            *purpose,
-        )
+        def make() -> PageIds:
+            memory = None
+            if pages.size <= _SHORT_LIST:
+                memory, self._spare_ids = self._spare_ids, None
+            return PageIds(pool, pages, self._device, first_page, stream, to_write=to_write, memory=memory)
+
+        return self._lists.get(make, pages, pool, stream, *purpose)
 
     def _event(self) -> cuda.Event:
         return self._events.pop() if self._events else cuda.Event(self._driver)

@@ -116,6 +116,7 @@ class PageIds:
         stream: CopyStream | None = None,
         *,
         to_write: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
         """Check `pages` ([ids] int32, in the host's memory) and copy them. The caller may change them afterwards.
 
@@ -123,6 +124,7 @@ class PageIds:
             first_page: number of the first id's page in the sequence.
             stream: the stream of all launches that will read them, where the copy is queued. None: wait for the copy.
             to_write: True: check now for repeated pages; False: `address_of` checks when it is first asked to.
+            memory: for at least as many ids, if `stream` is given; None: allocate it. See `id_memory`.
         Raises:
             ShapeError: `pages` is not such an array.
             LongshoreError: PAGE_OUT_OF_RANGE, names the index.
@@ -135,12 +137,7 @@ class PageIds:
         self._first_page = first_page
         self._ids = pages.copy()
         if stream is not None and stream.context is not None:
-            try:
-                self._table = torch.empty(pages.size, dtype=torch.int32, device=device)
-            except torch.OutOfMemoryError as error:
-                raise DeviceError(
-                    f"the GPU has no memory left for {pages.size} page ids: leave the agent some of what its engine takes"
-                ) from error
+            self._table = id_memory(pages.size, device) if memory is None else memory
             cuda.copy_to_device(stream.context, self._table.data_ptr(), self._ids.tobytes(), stream.handle)
         else:
             self._table = torch.tensor(pages, dtype=torch.int32, device=device)
@@ -171,6 +168,16 @@ class PageIds:
             self.pool.check_pages(self._ids, unique=True)
             self._is_unique = True
         return self._address + first * _ID_BYTES
+
+
+def id_memory(count: int, device: torch.device) -> torch.Tensor:
+    """Return memory for `count` page ids, [count] int32. Raises DeviceError if the device has none left."""
+    try:
+        return torch.empty(count, dtype=torch.int32, device=device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"the GPU has no memory left for {count} page ids: leave the agent some of what its engine takes"
+        ) from error
 
 
 class Paged(NamedTuple):

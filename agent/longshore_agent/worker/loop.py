@@ -171,20 +171,24 @@ class Worker:
         self.requests.fail_torn(now_ns)
         self._steps.begin()
         for half, peer, peer_message in self.net.receive(ready):
+            # Reading the message took time in which a write may have ended.
+            self.mover.hurry()
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
                 self.mover.hurry()
                 if isinstance(peer_message, Claim) and self.source is not None:
                     self.mover.claimed(self.source, peer, peer_message.pair.key)
             self._steps.handled(peer_message)
-        if self._probes.waits or self.mover.drain_due_ns is not None:
-            self._take_answers(now_ns)
         if self.mover.ends.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
+        self._serve_engine(ready, now_ns)
+        # Engines and peers wait for these effects, but for nothing below.
+        self._apply_effects(now_ns)
+        if self._probes.waits or self.mover.drain_due_ns is not None:
+            self._take_answers(now_ns)
         if self._stop_ns is None:
             self._check_health(now_ns)
-        self._serve_engine(ready, now_ns)
         for session in self.sessions.values():
             session.tick(now_ns)
         self._flush(now_ns)
@@ -216,6 +220,14 @@ class Worker:
 
     def _flush(self, now_ns: int) -> None:
         """Apply the cores' effects until there are none, then send pending answers."""
+        self._apply_effects(now_ns)
+        for answer in self.requests.take_left():
+            self._tell(answer)
+        self.mover.neighbours.report(self.requests)
+        if self._link.wants_write:
+            self._link.flush()
+
+    def _apply_effects(self, now_ns: int) -> None:
         if self.requests.pools_changed:
             self._describe()
         asked = True
@@ -229,11 +241,6 @@ class Worker:
                 for effect in effects:
                     self._apply(half, session, effect, now_ns)
                 self.mover.hurry()
-        for answer in self.requests.take_left():
-            self._tell(answer)
-        self.mover.neighbours.report(self.requests)
-        if self._link.wants_write:
-            self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
         # The most frequent effects are first.
