@@ -46,6 +46,8 @@ PARTS = {
     "transports": "behaviours of agents that `make test` shows over one transport, over the others",
 }
 _PART_MARK = "rest"
+# A benchmark takes up to 8 GB of memory, so that one runs at a time.
+_LARGE_PART = "benches"
 # Processes inherit it. A pytest that a test starts belongs to the run of that test.
 _RUN_MARK = "PYTEST_RUN_MARK"
 _WORKER = "PYTEST_XDIST_WORKER"
@@ -103,7 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group_of(item: pytest.Item) -> str | None:
-    """Return the name that this test shares with all others that use the same instance of a fixture; None: it shares none."""
+    """Return the name that this test shares with all others that must run in its process; None: there are none.
+
+    They use the same instance of a fixture, or each takes gigabytes of memory.
+    """
+    if any(mark.args == (_LARGE_PART,) for mark in item.iter_markers(_PART_MARK)):
+        return _LARGE_PART
     found = getattr(item, "_fixtureinfo", None)
     shared = {
         definitions[-1].scope: definitions[-1].argname

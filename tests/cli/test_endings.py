@@ -160,8 +160,9 @@ def test_an_interrupt_ends_a_command_at_once_although_a_server_hangs(
 def test_a_server_that_is_no_api_server_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with web_server() as url:
         assert main(["status", "--kubeconfig", str(kubeconfig(tmp_path / "kubeconfig", url))]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{url} answered '<html>log in', as no API server does: correct the kubeconfig" in line
+    said = capsys.readouterr().err
+    assert f"{url} answered '<html>log in', as no API server does: correct the kubeconfig" in said
+    assert len(said.splitlines()) == 1, said
 
 
 def test_a_kubeconfig_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
