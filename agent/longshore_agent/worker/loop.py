@@ -175,7 +175,6 @@ class Worker:
             self.mover.hurry()
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
-                self.mover.hurry()
                 if isinstance(peer_message, Claim) and self.source is not None:
                     self.mover.claimed(self.source, peer, peer_message.pair.key)
             self._steps.handled(peer_message)
