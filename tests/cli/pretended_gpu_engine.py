@@ -8,5 +8,5 @@ from longshore_client.verify import __main__ as program
 from longshore_client.verify.memory import HostMemory
 
 GPUS = any("/prefill-" in word for word in sys.argv)
-program.chosen = lambda wanted: ("gpu" if GPUS and wanted != "host" else "host", HostMemory)
+program.chosen = lambda wanted, _: ("gpu" if GPUS and wanted != "host" else "host", HostMemory)
 sys.exit(program.main())

@@ -10,6 +10,7 @@ from fake_client_driver import FakeDriver
 from longshore_client import cuda
 from longshore_client.verify.headroom import NoMemoryError
 from longshore_client.verify.memory import HostMemory, Memory, NoGPUError, chosen
+from longshore_wire.agent_config import Backend
 from longshore_wire.engine_messages import DeviceRegion
 
 _CONTEXT = cuda._context.__wrapped__  # not cached between tests
@@ -35,7 +36,7 @@ def changed(memory: Memory) -> bytes:
 def test_ranks_take_the_gpus_in_turn(gpus) -> None:
     gpus(2)
     for wanted in ("auto", "gpu"):
-        kind, allocate = chosen(wanted)
+        kind, allocate = chosen(wanted, Backend.NIXL)
         assert kind == "gpu"
         made = [allocate(rank, 64) for rank in range(3)]
         assert [each.device_name[-1] for each in made] == ["0", "1", "0"]
@@ -45,10 +46,20 @@ def test_ranks_take_the_gpus_in_turn(gpus) -> None:
             each.close()
 
 
-@pytest.mark.parametrize(("wanted", "count"), [("auto", 0), ("host", 0), ("host", 2)])
-def test_host_memory_is_taken_without_gpus_and_when_it_is_wanted(wanted: Any, count: int, gpus) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "count", "backend"),
+    [
+        ("auto", 0, Backend.NIXL),
+        ("host", 0, Backend.NIXL),
+        ("host", 2, Backend.MOONCAKE),
+        ("auto", 2, Backend.LOOPBACK),
+    ],
+)
+def test_host_memory_is_taken_without_gpus_and_when_it_is_wanted_and_of_an_agent_that_moves_no_other(
+    wanted: Any, count: int, backend: Backend, gpus
+) -> None:
     gpus(count)
-    kind, allocate = chosen(wanted)
+    kind, allocate = chosen(wanted, backend)
     assert (kind, allocate) == ("host", HostMemory)
     made = allocate(0, 64)
     assert (made.device_name, changed(made)) == ("cpu", b"\0a\0\0def\0")
@@ -58,11 +69,11 @@ def test_host_memory_is_taken_without_gpus_and_when_it_is_wanted(wanted: Any, co
 def test_gpus_that_are_missing_or_fail_or_are_full_are_named_with_the_way_out(gpus) -> None:
     gpus(0)
     with pytest.raises(NoGPUError, match=r"sees no GPU: set agents.gpuAccess, or leave --memory gpu out"):
-        chosen("gpu")
+        chosen("gpu", Backend.NIXL)
     gpus(1, init=999)
     with pytest.raises(NoGPUError, match=r"cuInit: .*\(999\): mend it, or give --memory host"):
-        chosen("auto")
+        chosen("auto", Backend.NIXL)
     gpus(2, free_bytes=100)
-    _, allocate = chosen("auto")
+    _, allocate = chosen("auto", Backend.NIXL)
     with pytest.raises(NoMemoryError, match=r"GPU 1 has no 101 bytes for rank 3: .*OUT_OF_MEMORY.*or --memory host"):
         allocate(3, 101)

@@ -110,6 +110,11 @@ class Backend(Enum):
     MOONCAKE = "Mooncake"
     LOOPBACK = "Loopback"
 
+    @property
+    def moves_gpu_memory(self) -> bool:
+        """Whether the library can move the memory of a GPU."""
+        return self is not Backend.LOOPBACK
+
 
 class StagingMode(Enum):
     """Whether staging buffers may, must or must not be used; see plan.Staging."""

@@ -139,7 +139,7 @@ def _describe(parser: argparse.ArgumentParser, description: str) -> None:
         "--memory",
         choices=get_args(WantedMemory),
         default="auto",
-        help="of the test pages; auto: that of the GPUs of an agent's pod, or without GPUs host memory (auto)",
+        help="of the test pages; auto: that of the GPUs of an agent's pod; without GPUs, and for the Loopback, host memory (auto)",
     )
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
 

@@ -101,7 +101,7 @@ class Program:
         _reach(self._path)
         self._limit_s = ask.limit_s
         tokens = room_tokens(self._config, ask.room_bytes)
-        kind, self._allocate = chosen(ask.memory)
+        kind, self._allocate = chosen(ask.memory, self._config.transfer.backend)
         require(self._config, ask, tokens, kind)
         endpoint: Endpoint | None = None
         if ask.prefill:

@@ -11,6 +11,7 @@ from longshore_client import cuda
 from longshore_client.errors import ArgumentError
 from longshore_client.memory import create_region
 from longshore_client.verify.headroom import NoMemoryError
+from longshore_wire.agent_config import Backend
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.verify_messages import MemoryKind, WantedMemory
@@ -52,13 +53,15 @@ class Memory(Protocol):
 Allocate = Callable[[int, int], Memory]
 
 
-def chosen(wanted: WantedMemory) -> tuple[MemoryKind, Allocate]:
+def chosen(wanted: WantedMemory, backend: Backend) -> tuple[MemoryKind, Allocate]:
     """Return which memory is used, and what allocates it.
 
+    Args:
+        backend: of the agent.
     Raises:
         NoGPUError: GPU memory is wanted and there is no GPU, or its driver fails.
     """
-    if wanted == "host":
+    if wanted == "host" or (wanted == "auto" and not backend.moves_gpu_memory):
         return "host", HostMemory
     try:
         count = cuda.gpu_count()
