@@ -164,7 +164,6 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     try:
         pieces = staged_pieces(memory.buffer, region.offset_bytes, ring, effect.offset_bytes, space.length_bytes)
         write = transport.draft(slab.peer_name, pieces, slab.notice())
-        tools.log.count("longshore_write_pieces_total", len(pieces.lengths), way="staged")
     except TransportError as refused:
         error = str(refused)
     yield Copied(ticket)
@@ -185,8 +184,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     slab.stage = Stage.WRITING
     begun_ns = time.monotonic_ns()
     transport.start(write)
-    tools.log.stage("gather", effect, slab.lane, start_ns, copied_ns)
-    tools.log.count("longshore_writes_total", 1, way="staged")
+    tools.log.gathered(effect, slab.lane, start_ns, copied_ns, len(pieces.lengths))
     written = Written(transport, write)
     yield written
     error, settled = written.release()
@@ -298,9 +296,7 @@ def _ended(
     if error:
         return OutboundEnd(slab, error, settled=settled)
     end_ns = time.monotonic_ns()
-    log.stage("write", effect, lane, start_ns, end_ns)
-    if whole:
-        log.written(effect.payload_bytes, (end_ns - start_ns) / 1e9, effect.way.label, slab.wire)
+    log.written(effect, lane, start_ns, end_ns, slab.wire, whole=whole)
     if slab.cancelled:
         return dropped(slab)
     tools.lanes.slabs[lane] += 1

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
-from typing import NamedTuple
 
 import msgspec
 
@@ -79,13 +78,8 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
                 yield series
 
 
-class _Histogram(NamedTuple):
-    """One series of a histogram: where its sum is kept, the upper bounds, and the observations below each."""
-
-    values: dict[tuple[str, ...], float]
-    key: tuple[str, ...]
-    bounds: tuple[float, ...]
-    buckets: list[int]
+# Counts a value in one series.
+Count = Callable[[float], None]
 
 
 def ready(verdict: bool) -> MetricsSnapshot:
@@ -99,9 +93,9 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: deque[tuple[Callable[..., None], tuple[object, ...], dict[str, str | int]]] = deque()
-        # The series of each combination of name and labels that was counted. Checking them takes longer than counting.
-        self._counters: dict[tuple[object, ...], tuple[dict[tuple[str, ...], float], tuple[str, ...]]] = {}
-        self._histograms: dict[tuple[object, ...], _Histogram] = {}
+        # By name and labels. Checking them takes longer than counting.
+        self._counters: dict[tuple[object, ...], Count] = {}
+        self._histograms: dict[tuple[object, ...], Count] = {}
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
         self._buckets: dict[str, dict[tuple[str, ...], list[int]]] = {}
         for row in TABLE:
@@ -118,14 +112,24 @@ class Metrics:
 
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value`, which is not negative, to a counter."""
-        assert value >= 0, f"{name} += {value}"
+        self.counter(name, **labels)(value)
+
+    def counter(self, name: str, **labels: str | int) -> Count:
+        """Return what adds a value, which is not negative, to one series of a counter."""
         found = self._counters.get((name, *labels.items()))
-        with self._lock:
-            if found is None:
-                row, values = _row(name, Kind.COUNTER), self._values[name]
-                found = self._counters[name, *labels.items()] = values, self._key(row, values, labels)
-            values, key = found
-            values[key] = values.get(key, 0) + value
+        if found is not None:
+            return found
+        row, lock, values = _row(name, Kind.COUNTER), self._lock, self._values[name]
+        with lock:
+            key = self._key(row, values, labels)
+
+        def add(value: float) -> None:
+            assert value >= 0, f"{name} += {value}"
+            with lock:
+                values[key] = values.get(key, 0) + value
+
+        self._counters[name, *labels.items()] = add
+        return add
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Set a gauge."""
@@ -144,16 +148,25 @@ class Metrics:
 
     def observe(self, name: str, value: float, **labels: str | int) -> None:
         """Add one observation to a histogram."""
+        self.histogram(name, **labels)(value)
+
+    def histogram(self, name: str, **labels: str | int) -> Count:
+        """Return what adds an observation to one series of a histogram."""
         found = self._histograms.get((name, *labels.items()))
-        with self._lock:
-            if found is None:
-                row, values = _row(name, Kind.HISTOGRAM), self._values[name]
-                key = self._key(row, values, labels)
-                buckets = self._buckets[name][key] = [0] * (len(row.buckets) + 1)
-                found = self._histograms[name, *labels.items()] = _Histogram(values, key, row.buckets, buckets)
-            values, key, bounds, buckets = found
-            values[key] = values.get(key, 0.0) + value
-            buckets[bisect_left(bounds, value)] += 1
+        if found is not None:
+            return found
+        row, lock, values = _row(name, Kind.HISTOGRAM), self._lock, self._values[name]
+        with lock:
+            key = self._key(row, values, labels)
+            buckets = self._buckets[name].setdefault(key, [0] * (len(row.buckets) + 1))
+
+        def observe(value: float) -> None:
+            with lock:
+                values[key] = values.get(key, 0.0) + value
+                buckets[bisect_left(row.buckets, value)] += 1
+
+        self._histograms[name, *labels.items()] = observe
+        return observe
 
     def later(self, count: Callable[..., None], *arguments: object, **labels: str | int) -> None:
         """Keep a call of `add` or `observe`, or of a function that makes some, because peers wait for this thread now."""

@@ -12,9 +12,10 @@ from enum import Enum
 
 import msgspec
 
-from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.metrics import Count, Metrics
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.peer_messages import PairKey, RoomKey
+from longshore_wire.plan import Way
 
 # Spans beyond the capacity that are dropped together.
 _SURPLUS_MAX = 256
@@ -192,27 +193,61 @@ class StageLog:
     def __init__(self, metrics: Metrics, spans: SpanRecorder, *, later: bool) -> None:
         self._metrics, self._spans = metrics, spans
         self._do: Callable[..., None] = metrics.later if later else _now
+        # Looking a series up takes longer than counting in it.
+        self._stages: dict[str, tuple[Count, Count]] = {}
+        self._written: dict[tuple[str, str], tuple[Count, Count]] = {}
+        self._writes = metrics.counter("longshore_writes_total", way=Way.STAGED.label)
+        self._pieces = metrics.counter("longshore_write_pieces_total", way=Way.STAGED.label)
 
     def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
         """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
-        self._do(self._count_stage, stage, (end_ns - start_ns) / 1e9, effect.payload_bytes)
+        self._do(self._count_stage, stage, end_ns - start_ns, effect.payload_bytes)
 
-    def written(self, payload_bytes: int, seconds: float, way: str, wire: str) -> None:
-        """Count a slab whose bytes have all been written."""
-        self._do(self._count_written, payload_bytes, seconds, way, wire)
+    def gathered(self, effect: StartWrite, lane: int, start_ns: int, end_ns: int, piece_count: int) -> None:
+        """Record that a staged slab was gathered, and that its write has begun, of `piece_count` pieces."""
+        self._spans.record("gather", effect.pair, effect.slab, lane, start_ns, end_ns)
+        self._do(self._count_gathered, end_ns - start_ns, effect.payload_bytes, piece_count)
+
+    def written(self, effect: StartWrite, lane: int, start_ns: int, end_ns: int, wire: str, *, whole: bool) -> None:
+        """Record that a slab's writes have ended. `whole`: all of its bytes were written."""
+        self._spans.record("write", effect.pair, effect.slab, lane, start_ns, end_ns)
+        way = effect.way.label if whole else ""
+        self._do(self._count_written, end_ns - start_ns, effect.payload_bytes, way, wire)
 
     def count(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value` to a counter."""
         self._do(self._metrics.add, name, value, **labels)
 
-    def _count_stage(self, stage: str, seconds: float, payload_bytes: int) -> None:
-        self._metrics.observe("longshore_stage_seconds", seconds, stage=stage)
-        self._metrics.add("longshore_stage_bytes_total", payload_bytes, stage=stage)
+    def _count_stage(self, stage: str, length_ns: int, payload_bytes: int) -> None:
+        found = self._stages.get(stage)
+        if found is None:
+            found = self._stages[stage] = (
+                self._metrics.histogram("longshore_stage_seconds", stage=stage),
+                self._metrics.counter("longshore_stage_bytes_total", stage=stage),
+            )
+        observe, add = found
+        observe(length_ns / 1e9)
+        add(payload_bytes)
 
-    def _count_written(self, payload_bytes: int, seconds: float, way: str, wire: str) -> None:
-        self._metrics.add("longshore_written_bytes_total", payload_bytes, way=way, wire=wire)
-        self._metrics.add("longshore_written_seconds_total", seconds, way=way, wire=wire)
+    def _count_gathered(self, length_ns: int, payload_bytes: int, piece_count: int) -> None:
+        self._count_stage("gather", length_ns, payload_bytes)
+        self._writes(1)
+        self._pieces(piece_count)
+
+    def _count_written(self, length_ns: int, payload_bytes: int, way: str, wire: str) -> None:
+        self._count_stage("write", length_ns, payload_bytes)
+        if not way:
+            return
+        found = self._written.get((way, wire))
+        if found is None:
+            found = self._written[way, wire] = (
+                self._metrics.counter("longshore_written_bytes_total", way=way, wire=wire),
+                self._metrics.counter("longshore_written_seconds_total", way=way, wire=wire),
+            )
+        add_bytes, add_seconds = found
+        add_bytes(payload_bytes)
+        add_seconds(length_ns / 1e9)
 
 
 def _now(count: Callable[..., None], *arguments: object, **labels: str | int) -> None:
