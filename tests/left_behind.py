@@ -134,7 +134,7 @@ def _clean_up_after(mark: str) -> None:
 
 
 def _shared() -> set[str]:
-    names = ("longshore", "ucx", "torch", "gloo")
+    names = ("longshore", "ucx", "torch", "gloo", "sem.mp-")
     return {str(path) for path in SHARED.iterdir() if any(name in path.name for name in names)}
 
 

@@ -25,16 +25,18 @@ SKIPS = {
 LIMIT_S = 120.0
 # An agent, a network namespace, and a file in shared memory; they exist when the file of this name does.
 STARTS = """
-import os, subprocess, time
+import multiprocessing, os, subprocess, time
 from pathlib import Path
 from agent_world import Agent
 
 def test_it(tmp_path):
+    held = multiprocessing.get_context("forkserver").Semaphore()
     assert Agent(tmp_path / "agent").http
     inside = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", "echo ready && exec sleep 600"]
     assert subprocess.Popen(inside, stdout=subprocess.PIPE).stdout.readline() == b"ready\\n"
     with open(f"/dev/shm/longshore-{os.getpid()}", "xb"):
-        Path(os.environ["STARTED"]).touch()
+        Path(os.environ["STARTED"]).with_suffix(".new").write_text("/dev/shm/sem." + held._semlock.name.lstrip("/"))
+        os.rename(os.environ["STARTED"] + ".new", os.environ["STARTED"])
         time.sleep(600)
 """
 
@@ -106,9 +108,12 @@ def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
     with marked([*words, str(tmp_path)]) as run:
         wait_for((tmp_path / "started").exists, LIMIT_S, "the test")
         assert any("longshore_agent" in line for line in run.processes())
+        semaphore = Path((tmp_path / "started").read_text(encoding="utf-8"))
+        assert semaphore.exists()
         run.process.send_signal(number)
         # pytest keeps the directories of its tests.
         wait_for_none(lambda: [line for line in run.left() if not line.startswith(str(run.directory))], LIMIT_S)
+        wait_for_none(lambda: [str(semaphore)] if semaphore.exists() else [], LIMIT_S)
 
 
 @pytest.mark.slow
