@@ -48,6 +48,8 @@ PARTS = {
 _PART_MARK = "rest"
 # A benchmark takes up to 8 GB of memory, so that one runs at a time.
 _LARGE_PART = "benches"
+# Tests on GPUs would disturb each other. `make gpu` runs them, and `make test` does not.
+_GPU_MARK = "gpu"
 # Processes inherit it. A pytest that a test starts belongs to the run of that test.
 _RUN_MARK = "PYTEST_RUN_MARK"
 _WORKER = "PYTEST_XDIST_WORKER"
@@ -78,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rest",
         choices=["all", "none", *PARTS],
         default="all",
-        help="of the tests marked `rest`, run all, none, or those of one part: "
+        help="of the tests marked `rest` or `gpu`, run all, none, or those of one part: "
         + "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
     )
 
@@ -94,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: rest{mark.args} is none of {', '.join(PARTS)}")
             if chosen not in {"all", *mark.args} and item not in left_out:
                 left_out.append(item)
+        if chosen != "all" and item.get_closest_marker(_GPU_MARK) is not None:
+            left_out.append(item)
         if shares and (group := _group_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))
     if left_out:
@@ -107,10 +111,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _group_of(item: pytest.Item) -> str | None:
     """Return the name that this test shares with all others that must run in its process; None: there are none.
 
-    They use the same instance of a fixture, or each takes gigabytes of memory.
+    They use the same instance of a fixture, or GPUs, or each takes gigabytes of memory.
     """
     if any(mark.args == (_LARGE_PART,) for mark in item.iter_markers(_PART_MARK)):
         return _LARGE_PART
+    if item.get_closest_marker(_GPU_MARK) is not None:
+        return _GPU_MARK
     found = getattr(item, "_fixtureinfo", None)
     shared = {
         definitions[-1].scope: definitions[-1].argname

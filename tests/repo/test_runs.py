@@ -135,3 +135,21 @@ def test_tests_that_share_what_a_module_makes_run_in_one_of_several_processes(
     done = run_pytest(tmp_path, SHARES, "", "-p", "xdist", "-n", "2", "--dist", "loadgroup")
     assert done.returncode == 0, done.stdout
     assert len((tmp_path / "made").read_text(encoding="utf-8").split()) == 1
+
+
+def test_tests_on_gpus_are_left_out_of_a_run_without_the_rest_and_share_a_process_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_RUN_MARK", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    test = SHARES.replace(
+        '@pytest.mark.parametrize("number"', '@pytest.mark.gpu\n@pytest.mark.parametrize("number"'
+    ).replace("(shared, number)", "(number)")
+    done = run_pytest(tmp_path, test, "", "--rest", "none")
+    assert "20 deselected" in done.stdout
+    done = run_pytest(tmp_path, test, "", "-vv", "-p", "xdist", "-n", "2", "--dist", "loadgroup")
+    assert done.returncode == 0, done.stdout
+    ran = {
+        word for line in done.stdout.splitlines() if "PASSED" in line for word in line.split() if word.startswith("[gw")
+    }
+    assert len(ran) == 1, done.stdout
