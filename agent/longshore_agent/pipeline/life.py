@@ -296,7 +296,10 @@ def _ended(
     if error:
         return OutboundEnd(slab, error, settled=settled)
     end_ns = time.monotonic_ns()
-    log.written(effect, lane, start_ns, end_ns, slab.wire, whole=whole)
+    if whole:
+        log.written(effect, lane, start_ns, end_ns, slab.wire)
+    else:
+        log.stage("write", effect, lane, start_ns, end_ns)
     if slab.cancelled:
         return dropped(slab)
     tools.lanes.slabs[lane] += 1

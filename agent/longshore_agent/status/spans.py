@@ -209,11 +209,10 @@ class StageLog:
         self._spans.record("gather", effect.pair, effect.slab, lane, start_ns, end_ns)
         self._do(self._count_gathered, end_ns - start_ns, effect.payload_bytes, piece_count)
 
-    def written(self, effect: StartWrite, lane: int, start_ns: int, end_ns: int, wire: str, *, whole: bool) -> None:
-        """Record that a slab's writes have ended. `whole`: all of its bytes were written."""
+    def written(self, effect: StartWrite, lane: int, start_ns: int, end_ns: int, wire: str) -> None:
+        """Record that all bytes of a slab were written from `start_ns` to `end_ns` over a wire."""
         self._spans.record("write", effect.pair, effect.slab, lane, start_ns, end_ns)
-        way = effect.way.label if whole else ""
-        self._do(self._count_written, end_ns - start_ns, effect.payload_bytes, way, wire)
+        self._do(self._count_written, end_ns - start_ns, effect.payload_bytes, effect.way.label, wire)
 
     def count(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value` to a counter."""
@@ -237,8 +236,6 @@ class StageLog:
 
     def _count_written(self, length_ns: int, payload_bytes: int, way: str, wire: str) -> None:
         self._count_stage("write", length_ns, payload_bytes)
-        if not way:
-            return
         found = self._written.get((way, wire))
         if found is None:
             found = self._written[way, wire] = (
