@@ -91,12 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen, shares = config.getoption("--rest"), config.pluginmanager.hasplugin("xdist")
     left_out = []
     for item in items:
-        for mark in item.iter_markers(_PART_MARK):
-            if mark.args not in {(name,) for name in PARTS}:
-                raise pytest.UsageError(f"{item.nodeid}: rest{mark.args} is none of {', '.join(PARTS)}")
-            if chosen not in {"all", *mark.args} and item not in left_out:
-                left_out.append(item)
-        if chosen != "all" and item.get_closest_marker(_GPU_MARK) is not None:
+        parts = [mark.args for mark in item.iter_markers(_PART_MARK)]
+        if unknown := [part for part in parts if part not in {(name,) for name in PARTS}]:
+            raise pytest.UsageError(f"{item.nodeid}: rest{unknown[0]} is none of {', '.join(PARTS)}")
+        is_of_part = not parts or (chosen,) in parts
+        if chosen != "all" and (_needs_gpu(item) or not is_of_part):
             left_out.append(item)
         if shares and (group := _group_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))
@@ -108,6 +107,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(kept, key=lambda item: item.get_closest_marker("slow") is None)
 
 
+def _needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker(_GPU_MARK) is not None
+
+
 def _group_of(item: pytest.Item) -> str | None:
     """Return the name that this test shares with all others that must run in its process; None: there are none.
 
@@ -115,7 +118,7 @@ def _group_of(item: pytest.Item) -> str | None:
     """
     if any(mark.args == (_LARGE_PART,) for mark in item.iter_markers(_PART_MARK)):
         return _LARGE_PART
-    if item.get_closest_marker(_GPU_MARK) is not None:
+    if _needs_gpu(item):
         return _GPU_MARK
     found = getattr(item, "_fixtureinfo", None)
     shared = {

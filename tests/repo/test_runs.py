@@ -23,7 +23,8 @@ SKIPS = {
 
 
 LIMIT_S = 120.0
-# An agent, a network namespace, and a file in shared memory; they exist when the file of this name does.
+# An agent, a network namespace, a file in shared memory, and a semaphore; they exist when the file of this name does, which
+# has the path of the semaphore.
 STARTS = """
 import multiprocessing, os, subprocess, time
 from pathlib import Path
@@ -35,8 +36,9 @@ def test_it(tmp_path):
     inside = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", "echo ready && exec sleep 600"]
     assert subprocess.Popen(inside, stdout=subprocess.PIPE).stdout.readline() == b"ready\\n"
     with open(f"/dev/shm/longshore-{os.getpid()}", "xb"):
-        Path(os.environ["STARTED"]).with_suffix(".new").write_text("/dev/shm/sem." + held._semlock.name.lstrip("/"))
-        os.rename(os.environ["STARTED"] + ".new", os.environ["STARTED"])
+        written = Path(os.environ["STARTED"] + ".new")
+        written.write_text("/dev/shm/sem." + held._semlock.name.lstrip("/"))
+        written.rename(os.environ["STARTED"])
         time.sleep(600)
 """
 
@@ -153,3 +155,14 @@ def test_tests_on_gpus_are_left_out_of_a_run_without_the_rest_and_share_a_proces
         word for line in done.stdout.splitlines() if "PASSED" in line for word in line.split() if word.startswith("[gw")
     }
     assert len(ran) == 1, done.stdout
+
+
+def test_a_test_of_two_parts_runs_with_either(tmp_path: Path) -> None:
+    test = "import pytest\n@pytest.mark.rest('storms')\n@pytest.mark.rest('soak')\ndef test_it(): pass\n"
+    for part, outcome in (
+        ("storms", "1 passed"),
+        ("soak", "1 passed"),
+        ("layouts", "1 deselected"),
+        ("none", "1 deselected"),
+    ):
+        assert outcome in run_pytest(tmp_path, test, "", "--rest", part).stdout
