@@ -144,21 +144,37 @@ def _left_of(shared: set[str]) -> set[str]:
     Agents of other tests may run beside these. UCX creates each file, opens it, and soon deletes its name. A process with the
     mark is a leftover itself.
     """
-    return {path for path in shared - _in_use() if Path(path).exists()} if shared else set()
+    used = _in_use() if shared else set()
+    left = set()
+    for path in shared:
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(Path(path)) not in used:
+                left.add(path)
+    return left
 
 
-def _in_use() -> set[str]:
-    """Return the paths of all files that processes have open or mapped."""
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _in_use() -> set[tuple[int, int]]:
+    """Return the devices and inodes of all files that processes have open or mapped.
+
+    Their paths would not do: the C library maps a new semaphore by another name, which it deletes.
+    """
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         # First what is open, then what is mapped: a process maps a file before it closes it.
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    found.add(str(descriptor.readlink()))
+                    found.add(_identity(descriptor))
         with contextlib.suppress(OSError):
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-            found |= {line.split(maxsplit=5)[-1] for line in lines if str(SHARED) in line}
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                _, _, _, device, inode, *_ = line.split(maxsplit=5)
+                major, minor = (int(number, 16) for number in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
     return found
 
 

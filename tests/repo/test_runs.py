@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -116,6 +117,14 @@ def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
         # pytest keeps the directories of its tests.
         wait_for_none(lambda: [line for line in run.left() if not line.startswith(str(run.directory))], LIMIT_S)
         wait_for_none(lambda: [str(semaphore)] if semaphore.exists() else [], LIMIT_S)
+
+
+def test_a_semaphore_that_another_process_holds_is_no_leftover() -> None:
+    with marked(["-c", ""]) as run:
+        held = multiprocessing.get_context("forkserver").Semaphore()
+        run.process.wait()
+        assert run.left() == []
+        del held
 
 
 @pytest.mark.slow
