@@ -22,7 +22,7 @@ from longshore_agent.files import read_crossover, read_secret, write_whole
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
-from longshore_agent.supervisor.reception import installed_version
+from longshore_wire import distribution
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent; return its exit status: 2 for an invalid configuration."""
     parser = argparse.ArgumentParser(prog="longshore-agent", description=__doc__)
     parser.add_argument("--config", type=Path, help="the deployment's config file; environment variables override it")
-    parser.add_argument("--version", action="version", version=f"longshore-agent {installed_version()}")
+    parser.add_argument("--version", action="version", version=f"longshore-agent {distribution.installed_version()}")
     chosen = parser.parse_args(arguments)
     _raise_descriptor_limit()
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+
+from longshore_wire import distribution
 
 # Imports of the agent without a transport and without a GPU.
 REQUIRED = ("fastapi", "llvmlite", "msgspec", "numpy", "pydantic", "starlette", "uvicorn", "yaml", "zmq")
@@ -12,12 +13,8 @@ _EXIT_NOT_INSTALLED = 2
 
 def main() -> int:
     """Run the agent; return its exit status: 2 if it is not installed."""
-    missing = [name for name in REQUIRED if find_spec(name) is None]
-    if missing:
-        sys.stderr.write(
-            f"longshore-agent: {', '.join(missing)} cannot be imported: install longshore[agent] and a transport, [nixl] or "
-            "[mooncake]\n"
-        )
+    if fault := distribution.lacking(REQUIRED, "agent", "nixl"):
+        sys.stderr.write(f"longshore-agent: {fault}\n")
         return _EXIT_NOT_INSTALLED
     from longshore_agent import main as program
 

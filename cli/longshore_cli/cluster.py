@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode
 
 from longshore_cli.status_pages import HTTP_TIMEOUT_S, AgentPages, Page
 from longshore_cli.threads import Threads
-from longshore_wire import names
+from longshore_wire import distribution, names
 from longshore_wire.errors import LongshoreError, Reason
 
 Body = dict[str, Any]
@@ -113,7 +113,7 @@ class Cluster:
             from kubernetes import config
             from kubernetes.client import ApiClient, Configuration
         except ModuleNotFoundError as error:
-            raise ClusterError(f"{error.name} cannot be imported: install longshore[cli]") from error
+            raise ClusterError(f"{error.name} cannot be imported: {distribution.to_install('cli')}") from error
         configuration = Configuration()
         known: Any = config
         try:

@@ -12,6 +12,8 @@ import os
 import shlex
 import sys
 
+from longshore_wire import distribution
+
 # The shell's script sets it.
 ASKED = "_ARGCOMPLETE"
 SHELLS = ("bash", "zsh")
@@ -32,7 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
-        print("longshore completion: argcomplete cannot be imported: install longshore[cli]", file=sys.stderr)
+        print(
+            f"longshore completion: argcomplete cannot be imported: {distribution.to_install('cli')}", file=sys.stderr
+        )
         return _EXIT_NOT_INSTALLED
     # One text serves both shells.
     print(shellcode(["longshore"], True, arguments.shell))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from longshore_cli import examples
+from longshore_wire import distribution
 from longshore_wire.errors import LongshoreError, Reason
 
 # Each command with its help text.
@@ -46,11 +46,8 @@ def run(command: str, words: Sequence[str], program: str = "longshore") -> int:
 
 def _parts(command: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
     """Return a command's functions (declare arguments, run). Raises LaboratoryMissingError."""
-    missing = [name for name in _MODULES if find_spec(name) is None]
-    if missing:
-        raise LaboratoryMissingError(
-            f"{', '.join(missing)} cannot be imported: install longshore[agent,cli,lab] and a transport, [nixl] or [mooncake]"
-        )
+    if fault := distribution.lacking(_MODULES, "agent", "cli", "lab", "nixl"):
+        raise LaboratoryMissingError(fault)
     from longshore_lab import bench, demo
 
     return {"demo": (demo.add_arguments, demo.run), "bench": (bench.add_arguments, bench.run)}[command]

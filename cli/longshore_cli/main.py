@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +15,7 @@ from longshore_cli import analyze, check, completion, examples, laboratory, room
 from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
 from longshore_cli.lifetime import SIGNAL_STATUS
 from longshore_cli.local_agents import make_keys
+from longshore_wire import distribution
 from longshore_wire.errors import LongshoreError
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -40,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_program(), description="Moves the KV cache of language models between GPUs of unequal layouts."
     )
-    parser.add_argument("--version", action="version", version=f"longshore {_version()}")
+    parser.add_argument("--version", action="version", version=f"longshore {distribution.installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, shown in laboratory.COMMANDS.items():
         # The laboratory declares its own arguments, `--help` included.
@@ -128,13 +127,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return laboratory.run(chosen.command, words, _program())
     if words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
-    if missing and chosen.command in _STARTING:
-        print(
-            f"longshore {chosen.command}: {', '.join(missing)} cannot be imported: install longshore[agent,cli] and a transport, "
-            "[nixl] or [mooncake]",
-            file=sys.stderr,
-        )
+    if chosen.command in _STARTING and (fault := distribution.lacking(_AGENT_MODULES, "agent", "cli", "nixl")):
+        print(f"longshore {chosen.command}: {fault}", file=sys.stderr)
         return EXIT_INVALID
     return _ended(chosen.command, chosen.run, chosen)
 
@@ -148,7 +142,7 @@ def _ended(command: str, run: Callable[[_Given], int], given: _Given) -> int:
         return EXIT_INVALID if isinstance(error, ArgumentsError) else 1
     except ModuleNotFoundError as error:
         # Each command imports what it alone needs when it needs it.
-        sys.stderr.write(f"longshore {command}: {error.name} cannot be imported: install longshore[cli]\n")
+        sys.stderr.write(f"longshore {command}: {error.name} cannot be imported: {distribution.to_install('cli')}\n")
         return 1
 
 
@@ -161,13 +155,6 @@ def complete_for_kubectl() -> int:
 def _program() -> str:
     """Return the command as its user has typed it. kubectl runs the program `kubectl-longshore`."""
     return "kubectl longshore" if Path(sys.argv[0]).name == "kubectl-longshore" else "longshore"
-
-
-def _version() -> str:
-    try:
-        return version("longshore")
-    except PackageNotFoundError:
-        return "of a tree that is not installed"
 
 
 def _bench_cluster(words: Sequence[str]) -> int:

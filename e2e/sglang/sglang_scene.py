@@ -203,9 +203,9 @@ def write_plugins(directory: Path, tests: Sequence[str] = TEST_PLUGINS) -> Path:
     """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-ins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = directory / "plugins"
-    found = folder / "longshore-0.dist-info"
+    found = folder / "longshore_kv-0.dist-info"
     found.mkdir(parents=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 0\n", encoding="utf-8")
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore-kv\nVersion: 0\n", encoding="utf-8")
     group = "sglang.srt.plugins"
     lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
     lines += [f"{name} = {name}:register" for name in tests]

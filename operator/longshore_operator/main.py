@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from longshore_operator import handlers, health, logs
@@ -27,6 +26,7 @@ from longshore_operator.settings import Settings
 from longshore_operator.watches import WatchCheck
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import World
+from longshore_wire import distribution
 from longshore_wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -43,20 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         epilog="Its settings are environment variables: docs/reference/operator.md has them all.",
     )
-    parser.add_argument("--version", action="version", version=f"longshore-operator {_version()}")
+    parser.add_argument("--version", action="version", version=f"longshore-operator {distribution.installed_version()}")
     parser.parse_args(arguments)
     try:
         return _served(Settings.from_environment(os.environ))
     except ConfigError as error:
         logs.complain(error.faults)
         return _EXIT_BAD_CONFIG
-
-
-def _version() -> str:
-    try:
-        return version("longshore")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _served(settings: Settings) -> int:

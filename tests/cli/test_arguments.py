@@ -79,7 +79,7 @@ def test_an_installation_for_engines_says_what_the_commands_need_beside_it(tmp_p
     monkeypatch.setattr("longshore_cli.main._AGENT_MODULES", ("zmq", "not_there_at_all"))
     assert main(["keys", str(tmp_path / "keys")]) == 2
     assert capsys.readouterr().err.startswith(
-        "longshore keys: not_there_at_all cannot be imported: install longshore[agent,cli] and a transport"
+        "longshore keys: not_there_at_all cannot be imported: pip install 'longshore-kv[agent,cli,nixl]'"
     )
     assert not (tmp_path / "keys").exists()
 

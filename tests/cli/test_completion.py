@@ -119,7 +119,10 @@ def test_completion_without_its_library_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
     assert command.main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == ("longshore completion: argcomplete cannot be imported: install longshore[cli]\n")
+    assert capsys.readouterr().err == (
+        "longshore completion: argcomplete cannot be imported: "
+        "pip install 'longshore-kv[cli]', or '.[cli]' in a checkout\n"
+    )
 
 
 def accepted(line: str) -> None:

@@ -179,4 +179,5 @@ def test_a_library_that_is_missing_is_named(
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["analyze", "-f", str(MANIFEST)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longshore analyze: celpy") and line.endswith("cannot be imported: install longshore[cli]")
+    assert line.startswith("longshore analyze: celpy")
+    assert line.endswith("cannot be imported: pip install 'longshore-kv[cli]', or '.[cli]' in a checkout")

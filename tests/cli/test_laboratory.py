@@ -35,13 +35,14 @@ def test_without_the_extra_one_sentence_names_it(
     assert said.out == ""
     assert said.err == (
         f"longshore {words.split(maxsplit=1)[0]}: {missing} cannot be imported: "
-        "install longshore[agent,cli,lab] and a transport, [nixl] or [mooncake]\n"
+        "pip install 'longshore-kv[agent,cli,lab,nixl]', or '.[agent,cli,lab,nixl]' in a checkout; "
+        "in place of nixl, mooncake serves too\n"
     )
 
 
 def test_a_missing_laboratory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "longshore_lab", None)
-    with pytest.raises(LaboratoryMissingError, match=r"longshore\[agent,cli,lab\]") as caught:
+    with pytest.raises(LaboratoryMissingError, match=r"longshore-kv\[agent,cli,lab,nixl\]") as caught:
         laboratory._parts("demo")
     assert caught.value.reason is Reason.UNSUPPORTED
 

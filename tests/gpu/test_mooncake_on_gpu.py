@@ -56,7 +56,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         try:
             importlib.metadata.version(PACKAGE)
         except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"needs {PACKAGE} in place of the other Mooncake wheels: install longshore[mooncake-cuda13]")
+            pytest.skip(
+                f"needs {PACKAGE} in place of the other Mooncake wheels: pip install 'longshore-kv[mooncake-cuda13]'"
+            )
         return World({}, count)
     if not os.environ.get(WHEEL):
         pytest.skip(f"needs a CUDA device; or, for all but speed and agents, {WHEEL}=a folder with the unpacked wheel")

@@ -1,4 +1,6 @@
-"""Tests that the tree has no TODO without an issue, no path of one machine, no host of packages, and no dead link."""
+"""Tests that the tree has no TODO without an issue, no path of one machine, no host of packages,
+no dead link, and no other project's name for the distribution.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tree_of_files import ROOT, file_paths, text_files
+from tree_of_files import ROOT, file_paths, project, text_files
+
+from longshore_wire import distribution
 
 # This file names the banned words. The licence's text must not change.
 EXEMPT = {Path("tests/repo/test_text_rules.py"), Path("LICENSE")}
@@ -17,6 +21,10 @@ MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:work|root|home/\w+|Users/\w+|opt/l
 REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|pypi\.nvidia\.com|anaconda\.org|ghcr\.io|quay\.io|docker\.io"
     r"|nvcr\.io|gcr\.io|pkg\.dev|registry\.k8s\.io|registry\.\w+\.\w+|proxy\.golang\.org|artifactory\.\w+)\b",
+)
+# `longshore` with extras, or as an operand of pip: on the package index that is another project.
+OTHER_DISTRIBUTION = re.compile(
+    r"(?<![\w.-])longshore\\?\[[a-z]|\bpip3? install [^`#,\n]*(?<![\w./-])longshore(?![\w-])"
 )
 # The target of a link between Markdown files, and its section.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -48,6 +56,11 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 def test_no_file_names_a_host_of_packages_or_images() -> None:
     assert places(REGISTRY_HOST) == []
+
+
+def test_the_distribution_has_its_own_name_everywhere() -> None:
+    assert project()["project"]["name"] == distribution.NAME
+    assert places(OTHER_DISTRIBUTION) == []
 
 
 def sections(text: str) -> set[str]:
@@ -98,6 +111,10 @@ def test_nothing_generated_is_in_the_tree() -> None:
         (MACHINE_PATH, "net/work, /v1/rooms, /workers, $HOME/root", False),
         (REGISTRY_HOST, "https://ghcr.io/a", True),
         (REGISTRY_HOST, "registry of rooms", False),
+        (OTHER_DISTRIBUTION, "pip install 'longshore[cli]'", True),
+        (OTHER_DISTRIBUTION, "uv pip install --no-deps longshore", True),
+        (OTHER_DISTRIBUTION, "install longshore[agent,otel]", True),
+        (OTHER_DISTRIBUTION, "pip install 'longshore-kv[cli]', then helm install longshore charts/longshore", False),
     ],
 )
 def test_the_patterns_find_what_they_are_for(pattern: re.Pattern[str], text: str, *, is_found: bool) -> None:

@@ -101,8 +101,8 @@ def test_a_release_has_its_version_everywhere_a_dated_changelog_its_packages_and
     trial = release(tree, NEW)
     assert trial.returncode == 0, trial.stderr
     built = {path.name for path in (tree / "dist").iterdir()}
-    wheel = f"longshore-{NEW}-py3-none-any.whl"
-    assert built == {wheel, f"longshore-{NEW}.tar.gz", f"longshore-chart-{NEW}.tgz"}
+    wheel = f"longshore_kv-{NEW}-py3-none-any.whl"
+    assert built == {wheel, f"longshore_kv-{NEW}.tar.gz", f"longshore-chart-{NEW}.tgz"}
     # A trial leaves the tree as it was.
     assert (git(tree, "status", "--porcelain"), git(tree, "tag")) == ("", "")
     assert stated(tree) == stated(ROOT)
@@ -119,7 +119,7 @@ def test_a_release_has_its_version_everywhere_a_dated_changelog_its_packages_and
     assert headings[0] == "## Unreleased"
     assert headings[1] in {f"## {NEW} ({day})" for day in days}
     with zipfile.ZipFile(tree / "dist" / wheel) as archive:
-        metadata = message_from_bytes(archive.read(f"longshore-{NEW}.dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(f"longshore_kv-{NEW}.dist-info/METADATA"))
         assert any(name.startswith("longshore_engines/") for name in archive.namelist())
     assert metadata["Version"] == NEW
     with tarfile.open(tree / "dist" / f"longshore-chart-{NEW}.tgz") as archive:

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(folder)]
     subprocess.run([str(UV), "build", *options, str(ROOT)], check=True, timeout=LIMIT_S)
-    return folder / f"longshore-{VERSION}-py3-none-any.whl"
+    return folder / f"longshore_kv-{VERSION}-py3-none-any.whl"
 
 
 class Environment:
@@ -72,18 +72,20 @@ def client_alone(at: Environment) -> None:
     installed = at.said(
         "python", "-c", "from importlib.metadata import distributions as d; print(*[x.name for x in d()])"
     )
-    assert set(installed.split()) == {"longshore", "msgspec"}
+    assert set(installed.split()) == {"longshore-kv", "msgspec"}
     at.said("python", "-c", "import longshore_client, longshore_wire")
     assert at.refused("longshore-agent") == (
         f"longshore-agent: {', '.join(name for name in AGENT_REQUIRED if name != 'msgspec')} cannot be imported: "
-        "install longshore[agent] and a transport, [nixl] or [mooncake]"
+        "pip install 'longshore-kv[agent,nixl]', or '.[agent,nixl]' in a checkout; in place of nixl, mooncake serves too"
     )
     assert at.refused("longshore-operator") == (
         f"longshore-operator: {', '.join(name for name in OPERATOR_REQUIRED if name != 'msgspec')} cannot be imported: "
-        "install longshore[operator]"
+        "pip install 'longshore-kv[operator]', or '.[operator]' in a checkout"
     )
-    assert at.refused("longshore", "completion", "bash").endswith("install longshore[cli]")
-    assert "install longshore[agent,cli]" in at.refused("longshore", "keys", "keys")
+    assert at.refused("longshore", "completion", "bash").endswith(
+        "pip install 'longshore-kv[cli]', or '.[cli]' in a checkout"
+    )
+    assert "longshore-kv[agent,cli,nixl]" in at.refused("longshore", "keys", "keys")
     assert at.said("kubectl_complete-longshore", "r") == ":1\n"
 
 
@@ -91,7 +93,7 @@ def cli(at: Environment) -> None:
     assert "complete " in at.said("longshore", "completion", "bash")
     assert "rooms\t" in at.said("kubectl_complete-longshore", "r")
     assert "usage: longshore trace" in at.said("longshore", "trace", "--help")
-    assert "install longshore[agent,cli,lab]" in at.refused("longshore", "demo")
+    assert "longshore-kv[agent,cli,lab,nixl]" in at.refused("longshore", "demo")
 
 
 def operator(at: Environment) -> None:
@@ -106,8 +108,9 @@ def moves_bytes(backend: str) -> Callable[[Environment], None]:
         moved = json.loads(at.said("python", "-m", "longshore_agent.self_test", LONGSHORE_BACKEND=backend))
         assert (moved["backend"], moved["error"], moved["bytes_moved"]) == (backend, "", 1 << 20)
         refused = at.refused("longshore-agent", LONGSHORE_OTEL="true", LONGSHORE_RUN_DIRECTORY=str(at.folder / "run"))
-        assert (
-            refused == "longshore-agent: LONGSHORE_OTEL: OpenTelemetry is not installed: install longshore[agent,otel]"
+        assert refused == (
+            "longshore-agent: LONGSHORE_OTEL: OpenTelemetry is not installed: "
+            "pip install 'longshore-kv[agent,otel]', or '.[agent,otel]' in a checkout"
         )
 
     return agent

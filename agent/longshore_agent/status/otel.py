@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from longshore_agent.status.metric_table import OUTCOMES
 from longshore_agent.status.room_report import RoomReport, StepReport, hashed, trace_id
+from longshore_wire import distribution
 from longshore_wire.errors import ConfigError
 
 _EXPORTER = ("opentelemetry", "exporter", "otlp", "proto", "http")
@@ -39,7 +40,7 @@ def check(environment: Mapping[str, str]) -> None:
     for count in range(1, len(_EXPORTER) + 1):
         # A parent that is not there must not be imported.
         if find_spec(".".join(_EXPORTER[:count])) is None:
-            raise ConfigError(["OpenTelemetry is not installed: install longshore[agent,otel]"])
+            raise ConfigError([f"OpenTelemetry is not installed: {distribution.to_install('agent', 'otel')}"])
     for name in _HEADERS:
         value = environment.get(name, "")
         if not unquote(value).isprintable():

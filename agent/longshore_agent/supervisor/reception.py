@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import IntEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings, variable
+from longshore_wire import distribution
 from longshore_wire.agent_config import AgentConfig, Target
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
@@ -27,21 +27,13 @@ _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = ModelShape.__struct_fields__
 
 
-def installed_version() -> str:
-    """Return the release of the installed package."""
-    try:
-        return version("longshore")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 class Reception:
     """Decides on each Hello."""
 
     def __init__(self, settings: Settings, config: AgentConfig | None) -> None:
         self._settings = settings
         self._config = config
-        self.version = installed_version()
+        self.version = distribution.installed_version()
 
     def admit(self, hello: Hello) -> PeerId:
         """Return whose slot an engine takes.

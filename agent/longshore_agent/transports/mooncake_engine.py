@@ -23,6 +23,7 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, listening_sockets
 from longshore_agent.transports.state import Metadata
+from longshore_wire import distribution
 from longshore_wire.errors import Reason
 
 # Variables that must not be set for GPU memory, and the library's silent behaviour if they are.
@@ -101,7 +102,7 @@ def start_on_host(ports: DataPorts) -> Any:
             "MC_TCP_PROTO is set: with the old protocol Mooncake calls a write complete before its bytes are there; unset it",
             reason=Reason.UNSUPPORTED,
         )
-    library = _load("install longshore[mooncake] and Debian's libcurl4 libibverbs1 libnuma1")
+    library = _load(f"install Debian's libcurl4 libibverbs1 libnuma1; {distribution.to_install('mooncake')}")
     return _start(library, "tcp", ports)
 
 
@@ -119,13 +120,13 @@ def start_on_device(ports: DataPorts) -> Any:
     os.environ["MC_INTRANODE_NVLINK"] = "1"
     _preload_runtime()
     library = _load(
-        "install longshore[mooncake-cuda13], torch or nvidia-cuda-runtime, "
-        "and Debian's libcurl4 libibverbs1 ibverbs-providers libnuma1"
+        "install torch or nvidia-cuda-runtime, and Debian's libcurl4 libibverbs1 ibverbs-providers libnuma1; "
+        f"{distribution.to_install('mooncake-cuda13')}"
     )
     if not getattr(library, "SUPPORT_INTRA_NVLINK", False):
         raise TransportError(
-            "the Mooncake that is installed has no NVLink transport: install longshore[mooncake-cuda13] in place of the other "
-            "Mooncake wheels, which hold the same package, or use NIXL",
+            "the Mooncake that is installed has no NVLink transport: use NIXL, or remove the other Mooncake wheels, which hold "
+            f"the same package, and {distribution.to_install('mooncake-cuda13')}",
             reason=Reason.UNSUPPORTED,
         )
     return _start(library, "nvlink_intra", ports)

@@ -28,6 +28,7 @@ from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, interface_of
 from longshore_agent.transports.state import Metadata, unseal
 from longshore_agent.transports.wire import Wire
+from longshore_wire import distribution
 from longshore_wire.errors import Reason
 
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
@@ -203,7 +204,9 @@ def start(
         import nixl
         import nixl._bindings as bindings
     except ImportError as error:
-        raise TransportError("NIXL is not installed: install longshore[nixl]", reason=Reason.UNSUPPORTED) from error
+        raise TransportError(
+            f"NIXL is not installed: {distribution.to_install('nixl')}", reason=Reason.UNSUPPORTED
+        ) from error
     logging.getLogger("nixl").setLevel(logging.WARNING)
     kinds = vars(bindings).values()
     theirs = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))

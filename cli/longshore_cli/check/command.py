@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from longshore_cli.check.lines import Line, as_json, error, failed, table
 from longshore_cli.cluster import Cluster, ClusterError
 from longshore_cli.documents import Found, read
 from longshore_cli.operator_deployments import NAMESPACE
-from longshore_wire import manifest, names
+from longshore_wire import distribution, manifest, names
 from longshore_wire.errors import ConfigError
 
 
@@ -94,23 +93,17 @@ def _subject(document: dict[str, Any]) -> Subject:
         return Subject(namespace, name, None, tuple(fault.faults))
 
 
-def release() -> str:
-    """Return the version of this command."""
-    try:
-        return version(names.PRODUCT)
-    except PackageNotFoundError:
-        return ""
-
-
 def _before(found: Cluster, files: list[Subject] | None, arguments: argparse.Namespace) -> list[Line]:
     given = None
     if files is not None:
         given = [one._replace(namespace=arguments.namespace or one.namespace or found.namespace) for one in files]
-    answers = reading.before_installation(found, given, arguments.mode, arguments.operator_namespace, release())
+    answers = reading.before_installation(
+        found, given, arguments.mode, arguments.operator_namespace, distribution.installed_version()
+    )
     return before.lines(answers)
 
 
 def _after(found: Cluster, arguments: argparse.Namespace) -> list[Line]:
     where = "" if arguments.all_namespaces else found.namespace
     answers = reading.after_installation(found, arguments.deployment, where, arguments.operator_namespace)
-    return after.lines(answers, where, release())
+    return after.lines(answers, where, distribution.installed_version())

@@ -17,6 +17,7 @@ from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.status import live, shown
 from longshore_cli.status.facts import Deployment
 from longshore_cli.status.reading import Reader
+from longshore_wire import distribution
 from longshore_wire.errors import LongshoreError, Reason
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def _printer(arguments: argparse.Namespace) -> Callable[[list[Deployment]], None
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
-        raise NoRichError(f"{error.name} cannot be imported: install longshore[cli], or give -o json") from error
+        raise NoRichError(
+            f"{error.name} cannot be imported: give -o json, or {distribution.to_install('cli')}"
+        ) from error
 
     def show(found: list[Deployment]) -> None:
         # Lines of a table are not cut or folded for a file or a pipe.
