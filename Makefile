@@ -105,13 +105,13 @@ check: install ## check format, lint, types and import walls, and run tests that
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	TEST_PROCESSES=$$(nproc) .ci/test $(BIN)/python -q --rest none -m 'not slow' tests/wire tests/client tests/engines tests/operator tests/repo
+	TEST_PROCESSES=$$(nproc) .ci/test $(BIN)/python -q --rest none -m 'not slow' tests/wire tests/spec tests/client tests/engines tests/operator tests/repo
 
 fix: install ## format, and apply the linter's fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# With another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli:lab
+# With another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:spec:agent:client:cli:lab
 # To run a part: make gpu GPU_OPTIONS="--quick --steps tests,demo"
 gpu: $(if $(GPU_PYTHON),,install) ## run all tests and benchmarks that need a GPU; without a GPU, print the reason
 	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/everything_gpu.py $(GPU_OPTIONS)

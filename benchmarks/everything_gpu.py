@@ -39,7 +39,7 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("wire", "client", "agent", "cli", "lab")
+PACKAGES = ("wire", "spec", "client", "agent", "cli", "lab")
 
 
 class Step(NamedTuple):

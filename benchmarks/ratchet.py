@@ -35,7 +35,7 @@ FILE_IN_TREE = Path("benchmarks/ratchet.json")
 FILE = ROOT / FILE_IN_TREE
 SCENES = Path("benchmarks/ratchet_scenes.py")
 AGENTS = Path("benchmarks/ratchet_agents.py")
-PACKAGES = ("wire", "client", "engines", "agent", "operator", "cli", "lab")
+PACKAGES = ("wire", "spec", "client", "engines", "agent", "operator", "cli", "lab")
 GROWTH_MAX = 0.03
 # How often threads of real processes sleep and call the kernel depends on how they happen to share the processors.
 GROWTH_MAX_OF = {"room of real agents: wake-ups": 0.5, "room of real agents: system calls": 0.5}

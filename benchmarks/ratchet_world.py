@@ -140,7 +140,7 @@ from longshore_agent.worker.loop import Worker  # noqa: E402
 from longshore_client import Half, KVLayout, ModelShape, Parallel, pool_geometry  # noqa: E402
 from longshore_client.client import Client  # noqa: E402
 from longshore_client.core import Core, State  # noqa: E402
-from longshore_wire.agent_config import Backend  # noqa: E402
+from longshore_spec.agent_config import Backend  # noqa: E402
 from longshore_wire.effects import Send  # noqa: E402
 from longshore_wire.engine_messages import (  # noqa: E402
     ENGINE_PROTOCOL_VERSION,

@@ -16,8 +16,8 @@ from prometheus_server import Prometheus
 from real_agents import MODEL, PAGE_SIZE, PodAgent, finish, move, process_node
 
 from longshore_client import Half, RoomError, RoomEventKind
+from longshore_spec.names import HTTP_PORT
 from longshore_wire.errors import Reason
-from longshore_wire.names import HTTP_PORT
 
 # Starting an agent, its self-test and its workers loads torch several times on few cores.
 _START_LIMIT_S = 150.0

@@ -11,7 +11,7 @@ from controlplane.cluster import ControlPlane
 from deployments import CRD, ROOT, to_text
 from manifest_cases import BAD, CHANGES, GOOD, POD, broken_limits, changed, named
 
-from longshore_wire.manifest import read
+from longshore_spec.manifest import read
 
 Body = dict[str, Any]
 

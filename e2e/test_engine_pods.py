@@ -21,7 +21,7 @@ from example_pods import EXAMPLES, Body, example, moved
 from operator_process import OperatorProcess
 from real_agents import process_node
 
-from longshore_wire.names import HTTP_PORT
+from longshore_spec.names import HTTP_PORT
 
 PROGRAMS = ("engine/own_engine.py", "engine/engine_pod.py")
 # Starting an agent, its self-test and its workers on few cores.

@@ -16,7 +16,7 @@ from example_pods import Body, example, moved, pods, without_settings
 from operator_process import OperatorProcess
 from test_chart import helm
 
-from longshore_wire.names import HTTP_PORT
+from longshore_spec.names import HTTP_PORT
 
 LABEL = "longshore.dev/inject"
 # File of the pods -> file of their deployment.

@@ -21,7 +21,7 @@ from operator_process import OperatorProcess
 from real_agents import MODEL, PAGE_SIZE, PodAgent, move, move_through, process_node
 
 from longshore_client import Busy, Half, HelloRefused, KVLayout, ModelShape, Parallel, RoomEventKind
-from longshore_wire.names import HTTP_PORT
+from longshore_spec.names import HTTP_PORT
 
 # Starting an agent, its self-test and its workers loads torch several times on few cores.
 START_LIMIT_S = 150.0

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from longshore_agent.settings import Settings, variable
-from longshore_wire.log_lines import LogFormat, json_line, one_line, plain_line
+from longshore_spec.log_lines import LogFormat, json_line, one_line, plain_line
 
 # The process that accepts engines and starts workers.
 SUPERVISOR = "supervisor"

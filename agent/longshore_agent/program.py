@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from longshore_wire import distribution
+from longshore_spec import distribution
 
 # Imports of the agent without a transport and without a GPU.
 REQUIRED = ("fastapi", "llvmlite", "msgspec", "numpy", "pydantic", "starlette", "uvicorn", "yaml", "zmq")

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args
 
 from longshore_agent.transports.wire import Wire
-from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
+from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 # Variables that Kubernetes injects for a Service whose name begins with `longshore`. No user has set them.

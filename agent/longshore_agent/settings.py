@@ -29,11 +29,11 @@ from longshore_agent.setting_values import (
     unit_of,
 )
 from longshore_agent.transports.wire import Wire
+from longshore_spec.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
+from longshore_spec.log_lines import LogFormat
 from longshore_wire import names
-from longshore_wire.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
-from longshore_wire.log_lines import LogFormat
 from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import GPU_SLAB_BYTES_MIN, SLAB_BYTES_MIN, slab_bytes, small_slab_bytes
 

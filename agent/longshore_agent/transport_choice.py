@@ -11,7 +11,7 @@ from longshore_agent.transports import create
 from longshore_agent.transports.base import Transport
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.loopback import parse_faults
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.errors import Reason
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.errors import LongshoreError, Reason
 
 BACKENDS = tuple(backend.value for backend in Backend)

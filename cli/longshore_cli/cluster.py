@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode
 
 from longshore_cli.status_pages import HTTP_TIMEOUT_S, AgentPages, Page
 from longshore_cli.threads import Threads
-from longshore_wire import distribution, names
+from longshore_spec import distribution, names
 from longshore_wire.errors import LongshoreError, Reason
 
 Body = dict[str, Any]

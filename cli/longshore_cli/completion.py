@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 
-from longshore_wire import distribution
+from longshore_spec import distribution
 
 # The shell's script sets it.
 ASKED = "_ARGCOMPLETE"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from longshore_wire import names
+from longshore_spec import names
+from longshore_spec.strict_document import parse
 from longshore_wire.errors import ConfigError
-from longshore_wire.strict_document import parse
 
 # Of one file: the rendered chart with its CRD takes 0.2 MB, and a deployment with its status about 10 KB.
 FILE_BYTES_MAX = 8 << 20

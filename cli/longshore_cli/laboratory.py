@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from longshore_cli import examples
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError, Reason
 
 # Each command with its help text.

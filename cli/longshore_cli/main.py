@@ -15,7 +15,7 @@ from longshore_cli import analyze, check, completion, examples, laboratory, room
 from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
 from longshore_cli.lifetime import SIGNAL_STATUS
 from longshore_cli.local_agents import make_keys
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.

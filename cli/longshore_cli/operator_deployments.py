@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from longshore_cli.cluster import Cluster, DeniedError
-from longshore_wire import definition, names
+from longshore_spec import definition
+from longshore_wire import names
 
 _SELECTOR = "app.kubernetes.io/part-of=longshore,app.kubernetes.io/component=operator"
 _APPS = "/apis/apps/v1"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from longshore_cli.status_pages import AgentPageError, AgentPages, Page
-from longshore_wire import agent_config
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec import agent_config
+from longshore_spec.agent_config import AgentConfig
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
 
 CONFIG_FILE, STATE_FILE = "config.json", "agent.json"

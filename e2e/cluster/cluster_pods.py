@@ -253,7 +253,7 @@ def with_checkout(pod: Body) -> Body:
     container = spec["containers"][0]
     container["env"] = [
         {"name": "OMP_NUM_THREADS", "value": "1"},
-        {"name": "PYTHONPATH", "value": ":".join(str(ROOT / name) for name in ("wire", "client", "lab"))},
+        {"name": "PYTHONPATH", "value": ":".join(str(ROOT / name) for name in ("wire", "spec", "client", "lab"))},
     ]
     share_folders(pod, {ROOT, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()})
     spec["volumes"].append({"name": "temporary", "emptyDir": {}})

@@ -11,7 +11,7 @@ from cluster_site import Site
 from deployments import ROOT
 
 from longshore_cli.main import main
-from longshore_wire.names import HTTP_PORT
+from longshore_spec.names import HTTP_PORT
 
 _MODEL = {"attention": "GQA", "layers": 6, "kvHeads": 12, "headDim": 64, "dtype": "float32"}
 

@@ -20,8 +20,8 @@ from longshore_operator.observe import Observed, Refusal, Warned, newest_warning
 from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
-from longshore_wire import names as wire_names
-from longshore_wire.condition_reasons import Truth, reason
+from longshore_spec import names as spec_names
+from longshore_spec.condition_reasons import Truth, reason
 
 Body = dict[str, Any]
 _log = logging.getLogger(__name__)
@@ -225,8 +225,8 @@ class Applier:
         seen = observed.body["metadata"]
         metadata = {name: seen[name] for name in ("name", "namespace", "uid", "resourceVersion")}
         body = {
-            "apiVersion": wire_names.API_GROUP_VERSION,
-            "kind": wire_names.KIND,
+            "apiVersion": spec_names.API_GROUP_VERSION,
+            "kind": spec_names.KIND,
             "metadata": metadata,
             "status": status,
         }
@@ -289,8 +289,8 @@ class Applier:
                 "namespace": observed.key.namespace,
             },
             "involvedObject": {
-                "apiVersion": wire_names.API_GROUP_VERSION,
-                "kind": wire_names.KIND,
+                "apiVersion": spec_names.API_GROUP_VERSION,
+                "kind": spec_names.KIND,
                 "name": observed.key.name,
                 "namespace": observed.key.namespace,
                 "uid": observed.uid,
@@ -348,7 +348,7 @@ def _raise_if_not_ours(observed: Observed, kind: Kind, found: Body) -> None:
         return
     owners = found["metadata"].get("ownerReferences") or []
     name = f"{kind.name} {found['metadata']['name']}"
-    if any((owner["kind"], owner["name"]) == (wire_names.KIND, observed.key.name) for owner in owners):
+    if any((owner["kind"], owner["name"]) == (spec_names.KIND, observed.key.name) for owner in owners):
         raise ChangedError(f"{name} of the deleted deployment of this name is still there")
     shown = ", ".join(f"{owner['kind']} {owner['name']}" for owner in owners) or "nobody"
     raise StrangerError(

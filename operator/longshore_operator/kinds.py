@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longshore_wire import names
+from longshore_spec import names
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from longshore_operator.settings import Settings, variable
-from longshore_wire.log_lines import LogFormat, json_line, one_line, plain_line
-from longshore_wire.names import KIND
+from longshore_spec.log_lines import LogFormat, json_line, one_line, plain_line
+from longshore_spec.names import KIND
 
 _PROCESS = "operator"
 

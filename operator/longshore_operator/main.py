@@ -26,7 +26,7 @@ from longshore_operator.settings import Settings
 from longshore_operator.watches import WatchCheck
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import World
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)

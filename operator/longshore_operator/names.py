@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longshore_wire import names
-from longshore_wire.node_groups import role_names
+from longshore_spec import names
+from longshore_spec.node_groups import role_names
+from longshore_wire.names import ENGINE_PREFIX
 
 FIELD_MANAGER = "longshore-operator"
 COMPONENT = "longshore-operator"
@@ -25,14 +26,14 @@ KEYS_ANNOTATION = "longshore.dev/keys"
 TEMPLATE_ANNOTATION = "longshore.dev/template"
 
 # Variables for the arguments of engines, in the ConfigMap of their role. Those that the client reads are the wire's.
-ROLE_VARIABLE = f"{names.ENGINE_PREFIX}ROLE"
-TENSOR_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}TENSOR_PARALLEL"
-PIPELINE_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}PIPELINE_PARALLEL"
-DATA_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}DATA_PARALLEL"
-PAGE_SIZE_VARIABLE = f"{names.ENGINE_PREFIX}PAGE_SIZE"
-PAGE_ORDER_VARIABLE = f"{names.ENGINE_PREFIX}PAGE_ORDER"
-VLLM_CONFIG_VARIABLE = f"{names.ENGINE_PREFIX}VLLM_CONFIG"
-MPS_HOST_VARIABLE = f"{names.ENGINE_PREFIX}MPS_HOST_DIRECTORY"
+ROLE_VARIABLE = f"{ENGINE_PREFIX}ROLE"
+TENSOR_PARALLEL_VARIABLE = f"{ENGINE_PREFIX}TENSOR_PARALLEL"
+PIPELINE_PARALLEL_VARIABLE = f"{ENGINE_PREFIX}PIPELINE_PARALLEL"
+DATA_PARALLEL_VARIABLE = f"{ENGINE_PREFIX}DATA_PARALLEL"
+PAGE_SIZE_VARIABLE = f"{ENGINE_PREFIX}PAGE_SIZE"
+PAGE_ORDER_VARIABLE = f"{ENGINE_PREFIX}PAGE_ORDER"
+VLLM_CONFIG_VARIABLE = f"{ENGINE_PREFIX}VLLM_CONFIG"
+MPS_HOST_VARIABLE = f"{ENGINE_PREFIX}MPS_HOST_DIRECTORY"
 
 CONTAINER = names.AGENT_CONTAINER
 CONFIG_FILE = names.CONFIG_PATH.rpartition("/")[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from longshore_operator.reports import AgentReport
 from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
-from longshore_wire.names import HARMLESS_WARNINGS
+from longshore_spec.names import HARMLESS_WARNINGS
 
 Body = dict[str, Any]
 # Warnings that are no cause. An agent that starts fails some probes, and its status has better words.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from longshore_wire import distribution
+from longshore_spec import distribution
 
 REQUIRED = ("aiohttp", "cryptography", "kopf", "kubernetes", "msgspec", "prometheus_client", "urllib3", "yaml")
 _EXIT_NOT_INSTALLED = 2

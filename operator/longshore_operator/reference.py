@@ -14,8 +14,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from longshore_operator import metrics, settings
-from longshore_wire import condition_reasons
-from longshore_wire.definition import ANNOTATION, digest
+from longshore_spec import condition_reasons
+from longshore_spec.definition import ANNOTATION, digest
 
 CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
 CHART_COPY = Path("charts/longshore/files/disaggdeployments.longshore.dev.yaml")

@@ -10,9 +10,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from longshore_spec.log_lines import LogFormat
 from longshore_wire import names
 from longshore_wire.errors import ConfigError
-from longshore_wire.log_lines import LogFormat
 
 DEFAULT_IMAGE = "longshore-agent:0.1.0"
 DEFAULT_OPERATOR_IMAGE = "longshore-operator:0.1.0"

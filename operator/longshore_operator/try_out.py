@@ -11,7 +11,7 @@ from typing import Any
 
 from longshore_operator import kinds
 from longshore_operator.api import Api
-from longshore_wire import names
+from longshore_spec import names
 
 _REQUEST_LIMIT_S = 10.0
 _LOOK_EVERY_S = 2.0

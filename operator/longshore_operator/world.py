@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.reports import AgentReport
-from longshore_wire import taints
-from longshore_wire.taints import Taint
+from longshore_spec import taints
+from longshore_spec.taints import Taint
 
 Body = dict[str, Any]
 

@@ -28,7 +28,7 @@ from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.pipeline.waits import Gate
 from longshore_agent.settings import Settings
 from longshore_client import Half, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.effects import RoomEnded, RoomReleased, StartScatter
 from longshore_wire.engine_messages import Accepted, Cancel, Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason

@@ -27,7 +27,7 @@ from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
 from longshore_client import ModelShape, Parallel
 from longshore_client.pages import packed_pages
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.effects import (
     PeerAttached,
     PeerGone,

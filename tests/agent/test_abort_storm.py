@@ -13,7 +13,7 @@ from agent_world import Request, wait_for_none
 from half_worker import PEERS
 
 from longshore_client import Half, Reason
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.target_session import TargetSession
 
 KINDS = {

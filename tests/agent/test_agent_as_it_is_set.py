@@ -19,8 +19,7 @@ from agent_world import START_LIMIT_S, Agent, Request, wait_for
 
 from longshore_agent.control import curve
 from longshore_client import Half, HelloRefused
-from longshore_wire.addresses import main_address
-from longshore_wire.agent_config import (
+from longshore_spec.agent_config import (
     AgentConfig,
     Attention,
     Control,
@@ -32,6 +31,7 @@ from longshore_wire.agent_config import (
     PrefillStaging,
     dump,
 )
+from longshore_wire.addresses import main_address
 
 # A loopback address other than an agent's default.
 HOST = "127.0.0.2"

@@ -21,7 +21,7 @@ from refused_start import refused_start
 
 from longshore_agent.logs import _JsonFormatter
 from longshore_client import Half
-from longshore_wire.log_lines import FIELDS
+from longshore_spec.log_lines import FIELDS
 
 ALWAYS = {"time", "level", "logger", "process", "message"}
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")

@@ -34,7 +34,7 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder, StageLog
 from longshore_agent.transports.base import Pieces
 from longshore_client import Half, PageOrder, RoomEventKind
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey

@@ -25,7 +25,7 @@ from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.worker.health import WorkerHealth
 from longshore_client import Half
 from longshore_client.pages import packed_pages
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PEER, Ping

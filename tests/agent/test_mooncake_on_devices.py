@@ -34,7 +34,7 @@ from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_f
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.state import seal
 from longshore_agent.transports.wire import Wire
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
 from longshore_wire.slabs import slab_bytes

@@ -19,8 +19,8 @@ from longshore_client import (
     Parallel,
     Reason,
 )
-from longshore_wire import manifest
-from longshore_wire.agent_config import Target
+from longshore_spec import manifest
+from longshore_spec.agent_config import Target
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 from longshore_wire.layout import TargetMemory
 

@@ -12,8 +12,8 @@ from longshore_agent.setting_values import format_bytes, format_value, parse_byt
 from longshore_agent.settings import Settings, variable
 from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
-from longshore_wire import agent_config
-from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_spec import agent_config
+from longshore_spec.agent_config import AgentConfig, Backend
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import ConfigError

@@ -22,9 +22,9 @@ from longshore_cli.check.lines import Line
 from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, DeniedError
 from longshore_cli.operator_deployments import Operator
-from longshore_wire import manifest
-from longshore_wire.definition import ANNOTATION, digest
-from longshore_wire.manifest import Spec
+from longshore_spec import manifest
+from longshore_spec.definition import ANNOTATION, digest
+from longshore_spec.manifest import Spec
 
 ROOT = Path(__file__).parents[2]
 CRD_TEXT = (ROOT / "crds" / "disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")

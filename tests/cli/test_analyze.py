@@ -18,10 +18,10 @@ from longshore_agent.status.plans import answer as plan_page
 from longshore_agent.worker.config import WorkerConfig
 from longshore_cli.analyze.sizes import GPU, Sizes, limits_of, pair_slabs, sizes
 from longshore_cli.main import main
+from longshore_spec.manifest import DisaggDeployment, read
 from longshore_wire.claims import grid, route
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
-from longshore_wire.manifest import DisaggDeployment, read
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 

@@ -17,7 +17,7 @@ from longshore_cli.check.after import After
 from longshore_cli.check.lines import Line, State, as_json, failed, table
 from longshore_cli.check.operators import Lease
 from longshore_cli.cluster import AgentPod, ClusterError, MissingError
-from longshore_wire import condition_reasons as reasons
+from longshore_spec import condition_reasons as reasons
 from longshore_wire.names import PROTECTIONS
 
 NOW = dt.datetime(2026, 11, 27, 12, 0, 0, tzinfo=dt.UTC)

@@ -23,7 +23,7 @@ from longshore_cli.check import reading
 from longshore_cli.cluster import Cluster, ClusterError, MissingError
 from longshore_cli.verify import places
 from longshore_cli.verify.places import Engine, Programs, kept_alive
-from longshore_wire.verify_messages import Start, Started
+from longshore_spec.verify_messages import Start, Started
 
 
 class _WithoutDefinition(BaseHTTPRequestHandler):

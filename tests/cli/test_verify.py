@@ -23,10 +23,10 @@ from longshore_cli.up.fleet import Fleet, members_of, scaled
 from longshore_cli.verify import places
 from longshore_cli.verify.command import _move
 from longshore_cli.verify.places import LocalProgram, Place, Programs, VerifyError
-from longshore_wire import manifest
-from longshore_wire.agent_config import dump
+from longshore_spec import manifest
+from longshore_spec.agent_config import dump
+from longshore_spec.verify_messages import ROOM_FIRST
 from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX
-from longshore_wire.verify_messages import ROOM_FIRST
 
 MANIFEST = """
 apiVersion: longshore.dev/v1alpha1

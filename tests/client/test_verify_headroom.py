@@ -8,9 +8,9 @@ import pytest
 
 from longshore_client.verify import headroom
 from longshore_client.verify.headroom import NoMemoryError, needed_bytes, require
-from longshore_wire import manifest
+from longshore_spec import manifest
+from longshore_spec.verify_messages import Start, room_tokens
 from longshore_wire.names import TEST_RING_BYTES_MAX
-from longshore_wire.verify_messages import Start, room_tokens
 
 CONFIG = manifest.load("""
 apiVersion: longshore.dev/v1alpha1

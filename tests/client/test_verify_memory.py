@@ -10,7 +10,7 @@ from fake_client_driver import FakeDriver
 from longshore_client import cuda
 from longshore_client.verify.headroom import NoMemoryError
 from longshore_client.verify.memory import HostMemory, Memory, NoGPUError, chosen
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.engine_messages import DeviceRegion
 
 _CONTEXT = cuda._context.__wrapped__  # not cached between tests

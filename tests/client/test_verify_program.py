@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore_wire import manifest
-from longshore_wire.agent_config import dump
+from longshore_spec import manifest
+from longshore_spec.agent_config import dump
 
 # The program with another limit of silence.
 SOON = """

@@ -21,8 +21,8 @@ from longshore_client import Half, KVLayout, PageOrder, Parallel, arguments, new
 from longshore_engines.vllm_checks import roles_of, setting
 from longshore_operator.render.engines import engine_config_map
 from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory, Wanted
-from longshore_wire import manifest
-from longshore_wire.agent_config import Gpu
+from longshore_spec import manifest
+from longshore_spec.agent_config import Gpu
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 from longshore_wire.names import AGENT_USER_ID
 

@@ -17,8 +17,8 @@ from longshore_cli.main import main
 from longshore_cli.up.fleet import Fleet, members_of, scaled
 from longshore_cli.verify.command import _move
 from longshore_cli.verify.places import LocalProgram, Place, Programs
-from longshore_wire import manifest
-from longshore_wire.verify_messages import ROOM_FIRST
+from longshore_spec import manifest
+from longshore_spec.verify_messages import ROOM_FIRST
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ from longshore_cli.analyze.sizes import sizes
 from longshore_operator import names
 from longshore_operator.render.children import render
 from longshore_operator.render.wanted import Wanted
+from longshore_spec.manifest import DisaggDeployment, read
+from longshore_spec.node_groups import role_names
+from longshore_spec.quantity import parse_quantity
 from longshore_wire.crossover import WHOLE_PAGES
-from longshore_wire.manifest import DisaggDeployment, read
-from longshore_wire.node_groups import role_names
-from longshore_wire.quantity import parse_quantity
 
 Body = dict[str, Any]
 ROOT = Path(__file__).parents[2]

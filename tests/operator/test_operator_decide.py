@@ -12,7 +12,7 @@ from longshore_operator import kinds, names
 from longshore_operator.observe import Refusal
 from longshore_operator.reports import AgentReport, Engine, Instance, Worker
 from longshore_operator.world import ChildKey, Key, Poll
-from longshore_wire.condition_reasons import TABLE, Truth, reason
+from longshore_spec.condition_reasons import TABLE, Truth, reason
 
 
 def two(one: Any = None, other: Any = None, **spec: Any) -> Scene:

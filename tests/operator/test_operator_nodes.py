@@ -11,7 +11,7 @@ from longshore_operator.decide.placement import place
 from longshore_operator.observe import Warned, newest_warnings
 from longshore_operator.reports import AgentReport
 from longshore_operator.world import ChildKey, Node
-from longshore_wire.taints import Taint
+from longshore_spec.taints import Taint
 
 GPU = "nvidia.com/gpu=present:NoSchedule"
 

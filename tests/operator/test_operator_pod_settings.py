@@ -11,7 +11,7 @@ from operator_scene import IMAGES, MPS, Scene
 from longshore_agent.settings import Role, Settings, variable
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Allowed
-from longshore_wire.pod_settings import AGENT_VARIABLES
+from longshore_spec.pod_settings import AGENT_VARIABLES
 
 Body = dict[str, Any]
 PREFILL = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}

@@ -20,9 +20,9 @@ from longshore_operator import keys, kinds, names, reports
 from longshore_operator.reference import CRD, pages
 from longshore_operator.render.children import keys_secret
 from longshore_operator.settings import Settings
-from longshore_wire.agent_config import load
+from longshore_spec.agent_config import load
+from longshore_spec.manifest import Agents, Spec
 from longshore_wire.errors import ConfigError
-from longshore_wire.manifest import Agents, Spec
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ import yaml
 from markdown_it import MarkdownIt
 from tree_of_files import ROOT, text_files
 
-from longshore_wire import manifest
+from longshore_spec import manifest
 from longshore_wire.errors import ConfigError
 
 LANGUAGES = {"sh", "yaml", "json", "python", "text"}

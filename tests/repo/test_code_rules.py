@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tree_of_files import Module, modules, modules_of
 
-from longshore_wire.log_lines import FIELDS
+from longshore_spec.log_lines import FIELDS
 
 # Each process that reads the tree parses all of it.
 pytestmark = pytest.mark.xdist_group("tree")
@@ -95,7 +95,7 @@ def test_every_module_begins_with_what_it_is() -> None:
     assert [str(module.path) for module in modules() if not ast.get_docstring(module.tree)] == []
 
 
-@pytest.mark.parametrize("package", ["longshore_wire", "longshore_client", "longshore_engines"])
+@pytest.mark.parametrize("package", ["longshore_wire", "longshore_spec", "longshore_client", "longshore_engines"])
 def test_everything_public_that_others_build_on_has_a_docstring(package: str) -> None:
     assert [place for module in modules_of(package) for place in undocumented(module)] == []
 

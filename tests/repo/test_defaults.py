@@ -7,7 +7,7 @@ from typing import Any
 
 from longshore_agent.settings import Settings
 from longshore_cli.analyze.definition import parse
-from longshore_wire.manifest import read
+from longshore_spec.manifest import read
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = ROOT / "crds/disaggdeployments.longshore.dev.yaml"

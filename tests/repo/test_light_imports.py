@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tree_of_files import PACKAGES, ROOT
 
 LOADED_BY = """
@@ -41,11 +42,13 @@ def test_importing_the_client_loads_wire_and_msgspec_alone() -> None:
     assert foreign_packages_loaded_by("longshore_client") == {"longshore_client", "longshore_wire", "msgspec"}
 
 
-def test_importing_every_module_of_wire_loads_msgspec_alone() -> None:
-    names = [
-        f"longshore_wire.{path.stem}" for path in PACKAGES["longshore_wire"].glob("*.py") if path.stem != "__init__"
-    ]
-    assert foreign_packages_loaded_by(", ".join(names)) == {"longshore_wire", "msgspec"}
+@pytest.mark.parametrize(
+    ("package", "loaded"),
+    [("longshore_wire", {"longshore_wire"}), ("longshore_spec", {"longshore_spec", "longshore_wire"})],
+)
+def test_importing_every_module_of_wire_or_spec_loads_msgspec_alone(package: str, loaded: set[str]) -> None:
+    names = [f"{package}.{path.stem}" for path in PACKAGES[package].glob("*.py") if path.stem != "__init__"]
+    assert foreign_packages_loaded_by(", ".join(names)) == loaded | {"msgspec"}
 
 
 def test_importing_a_worker_loads_no_tensor_library() -> None:

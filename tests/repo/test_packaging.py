@@ -30,6 +30,7 @@ DISTRIBUTION_OF = {
 # engine, which provides torch.
 EXTRAS_OF = {
     "longshore_wire": [],
+    "longshore_spec": [],
     "longshore_client": [],
     "longshore_engines": ["vllm", "sglang"],
     "longshore_agent": ["agent", "nixl", "mooncake", "otel"],
@@ -38,7 +39,7 @@ EXTRAS_OF = {
     "longshore_lab": ["lab"],
 }
 # The agent's config file is YAML. Agent and operator, which read and write it, require the parser; engines do not.
-BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
+BROUGHT_BY_THE_CALLER = {("spec/longshore_spec/strict_document.py", "pyyaml")}
 BROUGHT_BY_THE_ENGINE = {
     ("engines/longshore_engines/vllm.py", "torch"),
     ("engines/longshore_engines/sglang_prefill.py", "torch"),

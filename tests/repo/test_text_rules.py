@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tree_of_files import ROOT, file_paths, project, text_files
 
-from longshore_wire import distribution
+from longshore_spec import distribution
 
 # This file names the banned words. The licence's text must not change.
 EXEMPT = {Path("tests/repo/test_text_rules.py"), Path("LICENSE")}

@@ -23,7 +23,7 @@ OTHERS = {
     "way",
     "TCP",
 }
-PACKAGES = ("wire/", "client/", "engines/", "agent/", "operator/", "cli/", "lab/")
+PACKAGES = ("wire/", "spec/", "client/", "engines/", "agent/", "operator/", "cli/", "lab/")
 
 
 def quoted(page: Path) -> list[str]:

@@ -14,6 +14,7 @@ from tree_of_files import ROOT, project
 
 from longshore_agent.program import REQUIRED as AGENT_REQUIRED
 from longshore_operator.program import REQUIRED as OPERATOR_REQUIRED
+from longshore_spec import distribution
 
 VERSION = project()["project"]["version"]
 UV = Path(sys.executable).with_name("uv")
@@ -37,7 +38,7 @@ class Environment:
         subprocess.run([str(UV), "venv", "--quiet", "--python", sys.executable, str(self.folder)], check=True)
         # Links into uv's cache, which has the files since `make install`: torch alone has gigabytes.
         options = ["--quiet", "--link-mode", "symlink", "--constraints", str(ROOT / "requirements.lock")]
-        named = f"longshore{extras} @ {wheel.as_uri()}"
+        named = f"{distribution.NAME}{extras} @ {wheel.as_uri()}"
         subprocess.run(
             [str(UV), "pip", "install", "--python", str(python), *options, named], check=True, timeout=LIMIT_S
         )

@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "longshore_wire": ROOT / "wire" / "longshore_wire",
+    "longshore_spec": ROOT / "spec" / "longshore_spec",
     "longshore_client": ROOT / "client" / "longshore_client",
     "longshore_engines": ROOT / "engines" / "longshore_engines",
     "longshore_agent": ROOT / "agent" / "longshore_agent",

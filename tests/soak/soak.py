@@ -31,7 +31,7 @@ from soak_strikes import Striker, schedule
 from soak_traffic import Timers, Traffic
 
 from longshore_cli.local_agents import LocalAgentError
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 
 BACKENDS = (Backend.NIXL, Backend.MOONCAKE)
 CYCLE_S = 60.0

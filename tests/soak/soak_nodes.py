@@ -23,7 +23,7 @@ from soak_messages import EngineSpec, FromEngine, ToEngine
 
 from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
 from longshore_client import Half, PageOrder
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.engine_messages import Endpoint
 
 # Maximum tokens of a room, and maximum open rooms of one engine: its pool holds exactly these.

@@ -21,7 +21,7 @@ from soak_report import CLEAN, OTHER, Machine, Outcome, Rooms, printed
 from soak_strikes import SPARED, STOPS, Kind, Striker, schedule
 from soak_traffic import Timers
 
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 
 HOUR_S = 3600.0
 MACHINE = Machine("a processor", 2, "Linux", "3.11", "abc")

@@ -1,4 +1,4 @@
-"""The protocol between Longshore processes: layouts, plans, messages, and the protocol cores.
+"""The protocol between engines and agents: layouts, plans, messages, and the protocol cores.
 
-Imported by the client, the agent, the operator and the command line. Pure: no I/O, no clock, no torch.
+Pure: no I/O, no clock, no torch.
 """

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory import cuda
+from longshore_spec.names import MPS_PIPE_VARIABLE
 from longshore_wire.errors import Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX, MPS_PIPE_VARIABLE
+from longshore_wire.names import ENVIRONMENT_PREFIX
 
 # The driver's directory if the environment names none.
 _DEFAULT_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - the driver's choice

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from longshore_wire.agent_config import WireName
+from longshore_spec.agent_config import WireName
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from longshore_agent.status.metric_table import OUTCOMES
 from longshore_agent.status.room_report import RoomReport, StepReport, hashed, trace_id
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import ConfigError
 
 _EXPORTER = ("opentelemetry", "exporter", "otlp", "proto", "http")

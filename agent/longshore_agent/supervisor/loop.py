@@ -53,8 +53,8 @@ from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_agent.supervisor.telemetry import Telemetry
+from longshore_spec.agent_config import AgentConfig, digests
 from longshore_wire.addresses import main_address
-from longshore_wire.agent_config import AgentConfig, digests
 from longshore_wire.effects import PeerId, Replica
 from longshore_wire.engine_messages import Endpoint, Hello
 from longshore_wire.errors import LongshoreError, Reason

@@ -23,7 +23,7 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, listening_sockets
 from longshore_agent.transports.state import Metadata
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import Reason
 
 # Variables that must not be set for GPU memory, and the library's silent behaviour if they are.

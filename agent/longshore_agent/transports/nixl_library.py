@@ -28,7 +28,7 @@ from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, interface_of
 from longshore_agent.transports.state import Metadata, unseal
 from longshore_agent.transports.wire import Wire
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import Reason
 
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")

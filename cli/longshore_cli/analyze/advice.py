@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from longshore_cli.analyze.findings import By, Finding, warning
 from longshore_cli.analyze.sizes import GPU, RingSizes, Sizes, variables
-from longshore_wire import names
-from longshore_wire.agent_config import Attention, Backend, StagingMode, Target, opens_data_ports
+from longshore_spec import names
+from longshore_spec.agent_config import Attention, Backend, StagingMode, Target, opens_data_ports
+from longshore_spec.manifest import Spec, UpdateType
+from longshore_spec.node_groups import groups
+from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
 from longshore_wire.crossover import Why
-from longshore_wire.manifest import Spec, UpdateType
-from longshore_wire.node_groups import groups
-from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
+from longshore_wire.names import ENVIRONMENT_PREFIX
 
 # Of one pair in one room. A slab takes 130 us or more on a GPU, so that these take 0.1 s beside their bytes.
 SLABS_WARNED = 1000
@@ -89,7 +90,7 @@ def _unused(spec: Spec) -> Iterator[Finding]:
     if agents.pod_monitor_labels and not agents.pod_monitor:
         yield _useless("agents.podMonitorLabels", "without agents.podMonitor: set that, or leave it out")
     wires = [wire.value for wire in spec.transfer.wires]
-    fabric = any(f"{names.ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY" in variables(spec, role) for role in names.ROLES)
+    fabric = any(f"{ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY" in variables(spec, role) for role in names.ROLES)
     ports = opens_data_ports(spec.transfer.backend, wires, fabric=fabric)
     is_open = (agents.host_network or not agents.network_policy) and ports
     if agents.allow_open_data_path and not is_open:

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from longshore_wire import names
-from longshore_wire.agent_config import Attention
-from longshore_wire.agent_template import template_parts
-from longshore_wire.manifest import DisaggDeployment, Spec, UpdateType
-from longshore_wire.node_groups import groups, role_names
+from longshore_spec import names
+from longshore_spec.agent_config import Attention
+from longshore_spec.agent_template import template_parts
+from longshore_spec.manifest import DisaggDeployment, Spec, UpdateType
+from longshore_spec.node_groups import groups, role_names
 
 Body = dict[str, Any]
 Path = tuple[str, ...]

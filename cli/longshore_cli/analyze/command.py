@@ -14,7 +14,8 @@ from longshore_cli.analyze.report import as_json, table
 from longshore_cli.analyze.sizes import CPU, GPU
 from longshore_cli.arguments import whole
 from longshore_cli.documents import FILE_BYTES_MAX, Document, Found, read
-from longshore_wire import crossover, names
+from longshore_spec import names
+from longshore_wire import crossover
 from longshore_wire.errors import ConfigError
 
 _EXIT_FAULTY, _EXIT_UNREADABLE = 1, 2

@@ -15,11 +15,11 @@ from longshore_cli.analyze.changes import Effect, effects
 from longshore_cli.analyze.findings import By, Finding, Severity, error
 from longshore_cli.analyze.sizes import Sizes, device_of, sizes
 from longshore_cli.documents import Document
-from longshore_wire import agent_pods, manifest, names
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec import agent_pods, manifest, names
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.manifest import DisaggDeployment
 from longshore_wire.crossover import Crossover
 from longshore_wire.errors import ConfigError, RingError
-from longshore_wire.manifest import DisaggDeployment
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -13,7 +13,7 @@ from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Analysis, counts
 from longshore_cli.analyze.sizes import PairSizes, RingSizes, RoleMemory, Sizes
 from longshore_cli.words import binary, count
-from longshore_wire import names
+from longshore_spec import names
 
 # Rows of a table. JSON has all pairs.
 PAIRS_SHOWN_MAX = 16

@@ -12,7 +12,7 @@ from longshore_cli.check.operators import Lease
 from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, MissingError
 from longshore_cli.operator_deployments import Operator
-from longshore_wire import names
+from longshore_spec import names
 
 Body = dict[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from longshore_cli.check import definition, nodes
 from longshore_cli.check.lines import Line, error, ok, skipped, unread, warning
 from longshore_cli.operator_deployments import Operator
-from longshore_wire import manifest
+from longshore_spec import manifest
+from longshore_spec.manifest import Spec
 from longshore_wire.errors import ConfigError
-from longshore_wire.manifest import Spec
 
 # The chart's `kubeVersion`.
 KUBERNETES_MIN = (1, 29)

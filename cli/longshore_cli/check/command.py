@@ -15,7 +15,7 @@ from longshore_cli.check.lines import Line, as_json, error, failed, table
 from longshore_cli.cluster import Cluster, ClusterError
 from longshore_cli.documents import Found, read
 from longshore_cli.operator_deployments import NAMESPACE
-from longshore_wire import distribution, manifest, names
+from longshore_spec import distribution, manifest, names
 from longshore_wire.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from longshore_cli.check.lines import Line, error, ok, warning
 from longshore_cli.operator_deployments import Operator
-from longshore_wire import definition, names
+from longshore_spec import definition, names
 
 _SECTION = "definition"
 _CHECK = "crd"

@@ -8,10 +8,10 @@ from typing import Any
 
 from longshore_cli.check.lines import Line, error, ok, some, unread, warning
 from longshore_cli.words import count
-from longshore_wire import pod_settings
-from longshore_wire.manifest import DecodeSpec, PrefillSpec, Spec
-from longshore_wire.quantity import QuantityError, parse_quantity
-from longshore_wire.taints import keeping_out, of_node
+from longshore_spec import pod_settings
+from longshore_spec.manifest import DecodeSpec, PrefillSpec, Spec
+from longshore_spec.quantity import QuantityError, parse_quantity
+from longshore_spec.taints import keeping_out, of_node
 
 GPU = "nvidia.com/gpu"
 _KUBERNETES = "docs/how-to/kubernetes.md"

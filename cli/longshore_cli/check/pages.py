@@ -11,9 +11,9 @@ from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod, DeniedError
 from longshore_cli.faults import QUARANTINE_SHARE
 from longshore_cli.words import count
-from longshore_wire import pod_settings
+from longshore_spec import pod_settings
+from longshore_spec.manifest import Spec
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.manifest import Spec
 from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
 
 _TROUBLE = "docs/troubleshooting.md"

@@ -30,7 +30,8 @@ from longshore_cli.cluster import (
 from longshore_cli.operator_deployments import Operator
 from longshore_cli.status_pages import AgentPages
 from longshore_cli.threads import Threads
-from longshore_wire import names
+from longshore_spec import names
+from longshore_wire.names import AGENT_USER_ID, RUN_DIRECTORY
 
 # Between two looks at a Lease that seems old.
 _LEASE_LOOK_S = 0.5
@@ -218,17 +219,17 @@ def _pod(host: Body) -> Body:
         "image": "longshore-agent",
         "resources": {kind: {"cpu": "1m", "memory": "1Mi"} for kind in ("requests", "limits")},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "run", "mountPath": names.RUN_DIRECTORY}],
+        "volumeMounts": [{"name": "run", "mountPath": RUN_DIRECTORY}],
     }
     spec = {
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": names.AGENT_USER_ID,
+            "runAsUser": AGENT_USER_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": "run", "hostPath": {"path": names.RUN_DIRECTORY, "type": "DirectoryOrCreate"}}],
+        "volumes": [{"name": "run", "hostPath": {"path": RUN_DIRECTORY, "type": "DirectoryOrCreate"}}],
         **{name: True for name, asked in host.items() if asked},
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "longshore-check-"}, "spec": spec}

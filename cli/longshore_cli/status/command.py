@@ -17,7 +17,7 @@ from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.status import live, shown
 from longshore_cli.status.facts import Deployment
 from longshore_cli.status.reading import Reader
-from longshore_wire import distribution
+from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError, Reason
 
 if TYPE_CHECKING:

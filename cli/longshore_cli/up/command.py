@@ -14,7 +14,7 @@ from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, inter
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.up.fleet import Fleet, Member, members_of, scaled
 from longshore_cli.up.view import Looker, shown, watch
-from longshore_wire import manifest
+from longshore_spec import manifest
 from longshore_wire.errors import ConfigError
 
 _EXIT_BAD_MANIFEST = 2

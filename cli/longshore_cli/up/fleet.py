@@ -13,7 +13,7 @@ import msgspec
 
 from longshore_cli.local_agents import LocalAgent, make_keys
 from longshore_cli.up_directory import CONFIG_FILE
-from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
+from longshore_spec.agent_config import AgentConfig, Backend, Control, dump
 
 # Sizes are rounded down to whole memory pages, and stay large enough for slabs of a useful size.
 _PAGE_BYTES = 4096

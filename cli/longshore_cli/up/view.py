@@ -12,7 +12,7 @@ from longshore_cli.agent_report import ATTACHED, Report, report_of, with_rates
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.status import live
 from longshore_cli.up.fleet import Fleet, Member
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
 from longshore_cli.verify.places import TOGETHER_MAX, Engine, Place, Programs, VerifyError, kept_alive, opened
 from longshore_cli.verify.report import Load
-from longshore_wire.agent_config import AgentConfig
-from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.quantity import QuantityError, parse_quantity
-from longshore_wire.verify_messages import (
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.quantity import QuantityError, parse_quantity
+from longshore_spec.verify_messages import (
     ROOM_FIRST,
     ROOMS_MAX,
     Claim,
@@ -36,6 +35,7 @@ from longshore_wire.verify_messages import (
     WantedMemory,
     room_tokens,
 )
+from longshore_wire.errors import LongshoreError, Reason
 
 # The first room of a pair also connects its workers; it is compared and not timed.
 _WARM_UP = 1

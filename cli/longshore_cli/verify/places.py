@@ -1,7 +1,7 @@
 """Finds the agents of a deployment and starts test engines beside them: in their pods, or as processes of this machine.
 
 Called by `command`. A test engine is `python -m longshore_client.verify`. Its connection carries lines of
-`longshore_wire.verify_messages`; when the connection or the pipe closes, it ends, and its agent releases everything.
+`longshore_spec.verify_messages`; when the connection or the pipe closes, it ends, and its agent releases everything.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from longshore_cli.cluster import AgentPod, Cluster
 from longshore_cli.status_pages import AgentPages
 from longshore_cli.threads import Threads
 from longshore_cli.up_directory import CONFIG_FILE, Member
-from longshore_wire import manifest
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec import manifest
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.verify_messages import Answer, Ask, Refused, Start, Started, WantedMemory
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
-from longshore_wire.verify_messages import Answer, Ask, Refused, Start, Started, WantedMemory
 
 _MODULE = "longshore_client.verify"
 # Added to a request's own limit, for the connection and a busy machine.

@@ -10,7 +10,7 @@ import msgspec
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
 from longshore_cli.words import binary
-from longshore_wire.agent_config import AgentConfig, StagingMode
+from longshore_spec.agent_config import AgentConfig, StagingMode
 from longshore_wire.plan import Plan, Way
 
 _HEADER = ["prefill", "decode", "memory", "way", "wire", "GB/s", "expected", "verdict"]

@@ -21,11 +21,9 @@ import msgspec
 from longshore_client.verify.headroom import require
 from longshore_client.verify.instance import Instance
 from longshore_client.verify.memory import Allocate, HostMemory, chosen
-from longshore_wire.agent_config import AgentConfig, load
-from longshore_wire.engine_messages import Endpoint, Half
-from longshore_wire.errors import ConfigError, LongshoreError, Reason
-from longshore_wire.names import CONFIG_PATH, TEST_INSTANCE_PREFIX
-from longshore_wire.verify_messages import (
+from longshore_spec.agent_config import AgentConfig, load
+from longshore_spec.names import CONFIG_PATH
+from longshore_spec.verify_messages import (
     VERSION,
     Answer,
     Ask,
@@ -39,6 +37,9 @@ from longshore_wire.verify_messages import (
     Started,
     room_tokens,
 )
+from longshore_wire.engine_messages import Endpoint, Half
+from longshore_wire.errors import ConfigError, LongshoreError, Reason
+from longshore_wire.names import TEST_INSTANCE_PREFIX
 
 # Several times the interval of the command's empty lines.
 IDLE_LIMIT_S = 120.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.verify_messages import MemoryKind, Start
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.slabs import staging_of_tests
-from longshore_wire.verify_messages import MemoryKind, Start
 
 _MIB = 1 << 20
 # As measured by the operator's `render.memory`, with a margin: a worker without its staging, and this process.

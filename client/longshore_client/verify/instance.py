@@ -19,10 +19,10 @@ from longshore_client.memory import pool_geometry
 from longshore_client.registration import connect_test
 from longshore_client.verify import pattern
 from longshore_client.verify.memory import Allocate, Memory
+from longshore_spec.verify_messages import RoomResult
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry
-from longshore_wire.verify_messages import RoomResult
 
 _AGAIN_S = 0.1
 # For the end of a cancelled room. If it takes longer, its place is not used again.

@@ -11,10 +11,10 @@ from longshore_client import cuda
 from longshore_client.errors import ArgumentError
 from longshore_client.memory import create_region
 from longshore_client.verify.headroom import NoMemoryError
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
+from longshore_spec.verify_messages import MemoryKind, WantedMemory
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.verify_messages import MemoryKind, WantedMemory
 
 Regions = Sequence[int] | Sequence[DeviceRegion]
 

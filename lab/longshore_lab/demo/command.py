@@ -28,7 +28,7 @@ from longshore_lab.engine.config import ModelConfig, RankOptions
 from longshore_lab.engine.pages import pages_for
 from longshore_lab.engine.processes import EngineProcesses
 from longshore_lab.engine.starter import RankStarter
-from longshore_wire.agent_config import Backend
+from longshore_spec.agent_config import Backend
 from longshore_wire.errors import LongshoreError
 
 _PAIRS = "4:1,1:4,2:3"

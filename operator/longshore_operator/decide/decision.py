@@ -17,8 +17,8 @@ from longshore_operator.observe import Observed
 from longshore_operator.render.children import render
 from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
 from longshore_operator.world import ChildKey
-from longshore_wire.condition_reasons import ConditionType, Truth, is_known
-from longshore_wire.manifest import DisaggDeployment
+from longshore_spec.condition_reasons import ConditionType, Truth, is_known
+from longshore_spec.manifest import DisaggDeployment
 
 Body = dict[str, Any]
 _WAITING = frozenset({"AgentsUpdating", "AgentsNotReady"})

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent
 from longshore_operator.reports import Peer, Worker
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.condition_reasons import ConditionType
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.condition_reasons import ConditionType
 from longshore_wire.names import PROTECTIONS, TEST_INSTANCE_PREFIX
 
 _ENGINES = ConditionType.ENGINES_CONNECTED

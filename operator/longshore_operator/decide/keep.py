@@ -14,7 +14,7 @@ from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
 from longshore_operator.render.wanted import is_ours, with_digest
 from longshore_operator.world import ChildKey
-from longshore_wire.manifest import UpdateType
+from longshore_spec.manifest import UpdateType
 
 Body = dict[str, Any]
 _ON_DELETE = {"type": UpdateType.ON_DELETE.value}

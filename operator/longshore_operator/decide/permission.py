@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from longshore_operator.render.wanted import Allowed
-from longshore_wire.agent_pods import sections
-from longshore_wire.manifest import Spec
+from longshore_spec.agent_pods import sections
+from longshore_spec.manifest import Spec
 
 
 def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from longshore_operator import names
 from longshore_operator.world import Node
-from longshore_wire.taints import Taint, keeping_out
+from longshore_spec.taints import Taint, keeping_out
 
 Body = dict[str, Any]
 # Taints of a node that is not ready. It is left out as such, not for its taint.

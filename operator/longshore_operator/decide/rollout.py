@@ -14,8 +14,8 @@ from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent, Observed
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey
-from longshore_wire.condition_reasons import ConditionType
-from longshore_wire.manifest import UpdateType
+from longshore_spec.condition_reasons import ConditionType
+from longshore_spec.manifest import UpdateType
 
 Body = dict[str, Any]
 # Reasons of a role that no node can serve.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from longshore_operator.decide import spec
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Observed
-from longshore_wire.agent_config import AgentConfig
-from longshore_wire.condition_reasons import ConditionType
-from longshore_wire.quantity import format_quantity
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.condition_reasons import ConditionType
+from longshore_spec.quantity import format_quantity
 
 _SHARED = ConditionType.NODES_SHARED
 

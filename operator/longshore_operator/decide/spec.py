@@ -9,8 +9,8 @@ from typing import Any
 
 from longshore_operator.decide import permission
 from longshore_operator.render.wanted import Allowed
-from longshore_wire import agent_pods, manifest
-from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_spec import agent_pods, manifest
+from longshore_spec.agent_config import AgentConfig, Backend
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Summary
 

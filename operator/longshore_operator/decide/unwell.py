@@ -9,7 +9,7 @@ from longshore_operator.decide.verdict import some
 from longshore_operator.observe import Agent, Observed, Warned
 from longshore_operator.timestamps import seconds
 from longshore_operator.world import AgentPod
-from longshore_wire.condition_reasons import ConditionType
+from longshore_spec.condition_reasons import ConditionType
 
 # Of one agent's causes in a condition's message, which may name five agents. `/readyz` has the whole text.
 _WORDS_CHARACTERS_MAX = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from longshore_wire.condition_reasons import ConditionType, Truth, reason
+from longshore_spec.condition_reasons import ConditionType, Truth, reason
 
 # Names in one message. More would be hard to read.
 NAMES_SHOWN_MAX = 5

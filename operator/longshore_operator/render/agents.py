@@ -5,20 +5,21 @@ from __future__ import annotations
 from longshore_operator import kinds, names
 from longshore_operator.render.config import config_digest
 from longshore_operator.render.wanted import Body, Wanted, child, digest
-from longshore_wire import names as wire_names
-from longshore_wire.agent_memory import resources, shared_memory_limit
-from longshore_wire.agent_pods import MPS_VOLUME, merged
-from longshore_wire.log_lines import LogFormat
-from longshore_wire.manifest import UpdateStrategy, UpdateType
-from longshore_wire.node_groups import Group
+from longshore_spec import names as spec_names
+from longshore_spec.agent_memory import resources, shared_memory_limit
+from longshore_spec.agent_pods import MPS_VOLUME, merged
+from longshore_spec.log_lines import LogFormat
+from longshore_spec.manifest import UpdateStrategy, UpdateType
+from longshore_spec.node_groups import Group
+from longshore_wire.names import AGENT_USER_ID, ENVIRONMENT_PREFIX
 
 # The user id in the agent's image.
-_USER = wire_names.AGENT_USER_ID
+_USER = AGENT_USER_ID
 # On SIGTERM the agent drains its rooms for this long. The kubelet's grace period must be longer.
 DRAIN_S = 20
 GRACE_S = 45
-_CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
-_LOG_FORMAT = f"{wire_names.ENVIRONMENT_PREFIX}LOG_FORMAT"
+_CONFIG_FOLDER = spec_names.CONFIG_PATH.rpartition("/")[0]
+_LOG_FORMAT = f"{ENVIRONMENT_PREFIX}LOG_FORMAT"
 _POD_FIELDS = ("runtimeClassName", "priorityClassName", "tolerations", "resourceClaims")
 # The init container runs one `chown`. Requests that equal limits fit every quality of service.
 _INIT_RESOURCES = {kind: {"cpu": "50m", "memory": "32Mi"} for kind in ("requests", "limits")}
@@ -133,7 +134,7 @@ def _container(wanted: Wanted, settings: Body) -> Body:
         "securityContext": _least_privilege() | {"capabilities": {"drop": ["ALL"], **added}},
         "volumeMounts": [
             {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
-            {"name": "keys", "mountPath": wire_names.KEYS_DIRECTORY, "readOnly": True},
+            {"name": "keys", "mountPath": spec_names.KEYS_DIRECTORY, "readOnly": True},
             {"name": "run", "mountPath": wanted.config.run_directory},
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
             {"name": "temporary", "mountPath": "/tmp"},  # noqa: S108 - as above
@@ -149,11 +150,11 @@ def _environment(wanted: Wanted, given: list[Body]) -> list[Body]:
     form = wanted.images.log_format
     is_given = any(entry["name"] == _LOG_FORMAT for entry in given)
     return [
-        {"name": "LONGSHORE_CONFIG_FILE", "value": wire_names.CONFIG_PATH},
+        {"name": "LONGSHORE_CONFIG_FILE", "value": spec_names.CONFIG_PATH},
         {"name": "LONGSHORE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "LONGSHORE_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "LONGSHORE_DRAIN_S", "value": str(DRAIN_S)},
-        *([{"name": wire_names.MPS_PIPE_VARIABLE, "value": wanted.mps.pod}] if wanted.mps else []),
+        *([{"name": spec_names.MPS_PIPE_VARIABLE, "value": wanted.mps.pod}] if wanted.mps else []),
         *([{"name": _LOG_FORMAT, "value": form}] if form != LogFormat.TEXT.value and not is_given else []),
         *given,
     ]

@@ -9,7 +9,7 @@ from longshore_operator.render.config import config_map
 from longshore_operator.render.engines import engine_config_map
 from longshore_operator.render.network import network_policy, pod_monitor, service
 from longshore_operator.render.wanted import Body, Wanted, owned
-from longshore_wire.node_groups import groups
+from longshore_spec.node_groups import groups
 
 _RENDER = {
     kinds.SERVICE_ACCOUNT: service_account,

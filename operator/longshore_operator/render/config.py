@@ -6,8 +6,8 @@ import msgspec
 
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Body, Wanted, child
-from longshore_wire.agent_config import digests, dump
-from longshore_wire.node_groups import Group
+from longshore_spec.agent_config import digests, dump
+from longshore_spec.node_groups import Group
 
 
 def config_text(wanted: Wanted) -> str:

@@ -10,8 +10,9 @@ import json
 
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Body, Wanted, child
-from longshore_wire import names as wire_names
-from longshore_wire.agent_config import Attention, Order, Role
+from longshore_spec import names as spec_names
+from longshore_spec.agent_config import Attention, Order, Role
+from longshore_wire.names import ENGINE_SOCKET_VARIABLE, INSTANCE_PREFIX_VARIABLE
 
 # The name by which vLLM knows what an engine does with KV.
 _VLLM_ROLES = {names.PREFILL: "kv_producer", names.DECODE: "kv_consumer"}
@@ -25,8 +26,8 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
     declared: Role = wanted.config.prefill if role == names.PREFILL else wanted.config.decode
     socket = wanted.config.engine_socket
     data = {
-        wire_names.ENGINE_SOCKET_VARIABLE: socket,
-        wire_names.INSTANCE_PREFIX_VARIABLE: f"{wanted.name}-{role}",
+        ENGINE_SOCKET_VARIABLE: socket,
+        INSTANCE_PREFIX_VARIABLE: f"{wanted.name}-{role}",
         names.ROLE_VARIABLE: role,
         names.TENSOR_PARALLEL_VARIABLE: str(declared.tensor_parallel),
         names.PIPELINE_PARALLEL_VARIABLE: str(declared.pipeline_parallel),
@@ -35,7 +36,7 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
         names.PAGE_ORDER_VARIABLE: declared.page_order.value,
     }
     if wanted.mps is not None:
-        data[wire_names.MPS_PIPE_VARIABLE] = wanted.mps.pod
+        data[spec_names.MPS_PIPE_VARIABLE] = wanted.mps.pod
         data[names.MPS_HOST_VARIABLE] = wanted.mps.host
     # vLLM's connector registers pages of these orders and moves no MLA: engines of other deployments would be refused.
     pages = _VLLM_PAGES.get(declared.page_order)

@@ -11,10 +11,10 @@ from typing import Any
 
 from longshore_operator import names
 from longshore_operator.kinds import Kind
-from longshore_wire import names as wire_names
-from longshore_wire.agent_config import AgentConfig
-from longshore_wire.log_lines import LogFormat
-from longshore_wire.manifest import Agents, DisaggDeployment
+from longshore_spec import names as spec_names
+from longshore_spec.agent_config import AgentConfig
+from longshore_spec.log_lines import LogFormat
+from longshore_spec.manifest import Agents, DisaggDeployment
 
 Body = dict[str, Any]
 
@@ -118,8 +118,8 @@ def owned(
 ) -> Body:
     """Return an object that the deployment owns, with our labels, further ones, and the digest of its content."""
     owner = {
-        "apiVersion": wire_names.API_GROUP_VERSION,
-        "kind": wire_names.KIND,
+        "apiVersion": spec_names.API_GROUP_VERSION,
+        "kind": spec_names.KIND,
         "name": deployment,
         "uid": uid,
         "controller": True,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore_wire.agent_config import (
+from longshore_spec.agent_config import (
     AgentConfig,
     Attention,
     Backend,
@@ -29,11 +29,11 @@ from longshore_wire.agent_config import (
     dump,
     load,
 )
+from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
+from longshore_spec.strict_document import DOCUMENT_BYTES_MAX
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import PageOrder
 from longshore_wire.plan import Way
-from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
-from longshore_wire.strict_document import DOCUMENT_BYTES_MAX
 
 YAML = """
 apiVersion: longshore.dev/v1alpha1

@@ -16,7 +16,9 @@ from typing import Annotated
 
 import msgspec
 
-from longshore_wire import names
+from longshore_spec import names
+from longshore_spec.quantity import Quantity
+from longshore_spec.strict_document import Mapping, parse, read_struct, to_text
 from longshore_wire.errors import ConfigError, LayoutError
 from longshore_wire.layout import (
     DP_MAX,
@@ -32,10 +34,9 @@ from longshore_wire.layout import (
     Parallel,
 )
 from longshore_wire.layout import Attention as Entries
+from longshore_wire.names import RUN_DIRECTORY, SOCKET_FILE
 from longshore_wire.plan import Plan, Staging, Summary, Way, plan
-from longshore_wire.quantity import Quantity
 from longshore_wire.slabs import slab_limit_bytes
-from longshore_wire.strict_document import Mapping, parse, read_struct, to_text
 
 Instances = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -219,7 +220,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     Attributes:
         keys_directory: directory of the CURVE keys; None for no keys, which agents accept only on a loopback address.
-        run_directory: directory of the engine socket; None for the deployment's directory under names.RUN_DIRECTORY.
+        run_directory: directory of the engine socket; None for the deployment's directory under RUN_DIRECTORY.
         bind_address: None if the agent's environment sets it, since one file serves agents on many nodes.
         http_port: port of health, status and metrics; 0 for any free one.
         worker_port: worker i listens for peers on worker_port + i; 0 for any free ports.
@@ -271,12 +272,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def run_directory(self) -> str:
         """Directory of the engine socket."""
-        return self.control.run_directory or f"{names.RUN_DIRECTORY}/{self.deployment.full_name}"
+        return self.control.run_directory or f"{RUN_DIRECTORY}/{self.deployment.full_name}"
 
     @property
     def engine_socket(self) -> str:
         """Path of the engine socket."""
-        return f"{self.run_directory}/{names.SOCKET_FILE}"
+        return f"{self.run_directory}/{SOCKET_FILE}"
 
     def plan(self) -> Plan:
         """Return the plan between the declared layouts. Raises LayoutError if there is none."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from longshore_wire import manifest
-from longshore_wire.agent_config import Backend, Dtype, dump, load
+from longshore_spec import manifest
+from longshore_spec.agent_config import Backend, Dtype, dump, load
+from longshore_spec.quantity import parse_quantity
 from longshore_wire.errors import ConfigError
-from longshore_wire.quantity import parse_quantity
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from longshore_wire.agent_config import digests
-from longshore_wire.agent_memory import resources, shared_memory_limit
-from longshore_wire.agent_pods import merged
-from longshore_wire.manifest import DisaggDeployment
-from longshore_wire.node_groups import Group
+from longshore_spec.agent_config import digests
+from longshore_spec.agent_memory import resources, shared_memory_limit
+from longshore_spec.agent_pods import merged
+from longshore_spec.manifest import DisaggDeployment
+from longshore_spec.node_groups import Group
 
 Body = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from longshore_wire.agent_config import AgentConfig
+from longshore_spec.agent_config import AgentConfig
 from longshore_wire.engine_messages import Endpoint
 
 # Of the messages; a command refuses a test engine of another version, which an agent of another release has.

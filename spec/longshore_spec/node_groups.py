@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_wire import names
-from longshore_wire.manifest import Spec
+from longshore_spec import names
+from longshore_spec.manifest import Spec
 
 Labels = Mapping[str, str]
 Expressions = tuple[tuple[str, str, str], ...]

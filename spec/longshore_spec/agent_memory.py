@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from longshore_wire import names
-from longshore_wire.agent_config import Target
-from longshore_wire.manifest import DecodeSpec, PrefillSpec, Spec
-from longshore_wire.node_groups import Group
-from longshore_wire.quantity import format_quantity
+from longshore_spec import names
+from longshore_spec.agent_config import Target
+from longshore_spec.manifest import DecodeSpec, PrefillSpec, Spec
+from longshore_spec.node_groups import Group
+from longshore_spec.quantity import format_quantity
 
 Body = dict[str, Any]
 _MIB = 1 << 20

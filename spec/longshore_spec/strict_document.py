@@ -15,8 +15,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
 from longshore_wire.errors import ConfigError
-from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
 
 # A config with all fields takes 2 KiB. A much larger document is no config and would give long lists of faults.
 DOCUMENT_BYTES_MAX = 64 << 10

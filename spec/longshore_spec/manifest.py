@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from longshore_wire import names
-from longshore_wire.agent_config import (
+from longshore_spec import names
+from longshore_spec.agent_config import (
     AgentConfig,
     Control,
     Decode,
@@ -26,9 +26,9 @@ from longshore_wire.agent_config import (
     Prefill,
     Transfer,
 )
+from longshore_spec.pod_settings import PodSettings
+from longshore_spec.strict_document import parse, read_struct
 from longshore_wire.errors import ConfigError
-from longshore_wire.pod_settings import PodSettings
-from longshore_wire.strict_document import parse, read_struct
 
 _DEFAULT_NAMESPACE = "default"
 _TOP_LEVEL = ("apiVersion", "kind", "metadata", "spec", "status")

@@ -9,17 +9,18 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from longshore_wire import names, pod_settings
-from longshore_wire.manifest import Spec
-from longshore_wire.node_groups import Group, groups
-from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, PodSettings, entry_key
+from longshore_spec import names, pod_settings
+from longshore_spec.manifest import Spec
+from longshore_spec.node_groups import Group, groups
+from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, PodSettings, entry_key
+from longshore_wire.names import ENVIRONMENT_PREFIX, RUN_DIRECTORY
 
 Body = dict[str, Any]
 # Volumes and folders of the agent's container that are the operator's.
 _OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
 # One more volume with `gpu.mps`.
 MPS_VOLUME = "mps"
-_OWN_FOLDERS = ("/etc/longshore", names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
+_OWN_FOLDERS = ("/etc/longshore", RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
 
 
 def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
@@ -72,7 +73,7 @@ def sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
 def _variable_fault(name: str) -> str:
     if name in AGENT_VARIABLES or name.startswith(LIBRARY_PREFIXES):
         return ""
-    if not name.startswith(names.ENVIRONMENT_PREFIX):
+    if not name.startswith(ENVIRONMENT_PREFIX):
         return f"{name} is passed on to no agent: names begin with {', '.join(LIBRARY_PREFIXES)} or are a setting of the agent"
     nearest = difflib.get_close_matches(name, AGENT_VARIABLES, n=1, cutoff=0.0)[0]
     return (
