@@ -11,6 +11,7 @@ from abort_storm import Storm
 from agent_fleet import Fleet, over
 from agent_world import Request, wait_for_none
 from half_worker import PEERS
+from transport_peer import TCP_ALONE
 
 from longshore_client import Half, Reason
 from longshore_spec.agent_config import Backend
@@ -20,7 +21,7 @@ KINDS = {
     "loopback": (Backend.LOOPBACK, {}, "Loopback"),
     "mooncake-tcp": (Backend.MOONCAKE, {}, "TCP"),
     "nixl-shm": (Backend.NIXL, {}, "SharedMemory"),
-    "nixl-tcp": (Backend.NIXL, {"UCX_TLS": "tcp,self"}, "TCP"),
+    "nixl-tcp": (Backend.NIXL, {"UCX_TLS": TCP_ALONE}, "TCP"),
 }
 # Each round aborts six rooms. An abort after the end of the room's write does not count.
 ROUNDS_MAX = 2500

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from agent_world import wait_for
-from transport_peer import PeerProcess
+from transport_peer import TCP_ALONE, PeerProcess
 
 from longshore_agent.transports import create
 from longshore_agent.transports.drain import Drain, Unread, unread_of
@@ -21,9 +21,9 @@ POISON = 0xA5
 def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
     transport = create("NIXL", "target")
-    writer = PeerProcess("NIXL", "writer", {"UCX_TLS": "tcp,self"})
+    writer = PeerProcess("NIXL", "writer", {"UCX_TLS": TCP_ALONE})
     try:
         region = np.full(REGION_BYTES, POISON, dtype=np.uint8)
         transport.register(region.ctypes.data, REGION_BYTES)

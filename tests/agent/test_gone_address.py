@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from agent_fleet import over
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, wait_for
-from transport_peer import PeerProcess
+from transport_peer import TCP_ALONE, PeerProcess
 
 from longshore_agent.control import curve
 from longshore_agent.transports import create
@@ -82,7 +82,7 @@ def arrives(source: Engine, target: Engine) -> None:
 @pytest.mark.own_network
 def test_a_transport_that_is_to_answer_a_peer_does_not_wait_for_one_whose_address_is_gone(monkeypatch):
     # Inside a machine NIXL would use a faster wire than TCP, even between network namespaces.
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
     with far_network() as network:
         near, other = (create("NIXL", name, ports=DataPorts(HERE)) for name in ("near", "other"))
         far = PeerProcess("NIXL", "far", host=THERE, inside=network.inside)
@@ -109,7 +109,7 @@ def test_rooms_of_others_and_of_its_next_life_arrive_while_nothing_answers_at_a_
         "LONGSHORE_BACKEND": backend,
         "LONGSHORE_KEYS_DIRECTORY": str(tmp_path),
         "LONGSHORE_ALLOW_OPEN_DATA_PATH": "true",
-        "UCX_TLS": "tcp",
+        "UCX_TLS": TCP_ALONE,
     }
     with far_network() as network, contextlib.ExitStack() as stack:
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, post, row
+from transport_peer import TCP_ALONE, PeerProcess, finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import probe
@@ -29,7 +29,7 @@ class Stopped:
     """A transport over TCP with a write posted to a stopped peer."""
 
     def __init__(self, name: str) -> None:
-        self.peer = PeerProcess("NIXL", f"{name}-peer", {"UCX_TLS": "tcp,self"})
+        self.peer = PeerProcess("NIXL", f"{name}-peer", {"UCX_TLS": TCP_ALONE})
         self.transport = NixlTransport(name)
         self.source = np.full(LARGE_BYTES, 3, dtype=np.uint8)
         self.transport.register(self.source.ctypes.data, LARGE_BYTES)
@@ -51,7 +51,7 @@ class Stopped:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stopped]:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", TCP_ALONE)
     stopped = Stopped(f"stopped-{request.node.name[:60]}")
     yield stopped
     stopped.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
-from transport_peer import PeerProcess, finish, post, row
+from transport_peer import TCP_ALONE, PeerProcess, finish, post, row
 
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Transport, WriteState
@@ -17,7 +17,7 @@ KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {
     "mooncake-tcp": ("Mooncake", "", ()),
     "nixl-alone": ("NIXL", "", (Wire.SHARED_MEMORY,)),
     "nixl-shm": ("NIXL", "", ()),
-    "nixl-tcp": ("NIXL", "tcp,self", ()),
+    "nixl-tcp": ("NIXL", TCP_ALONE, ()),
 }
 WIRES = {
     "loopback": Wire.LOOPBACK,

@@ -29,6 +29,8 @@ from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.wire import Wire
 
 ANSWER_LIMIT_S = 90.0
+# UCX_TLS of NIXL over TCP inside a machine. Where a GPU is, NIXL refuses a list of transports that has none for GPU memory.
+TCP_ALONE = "^shm,ib"
 
 
 def row(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

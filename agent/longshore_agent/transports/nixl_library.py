@@ -224,4 +224,4 @@ def start(
         with told(environment(setup, ports.address, rdma_devices)), ports.opening(is_lasting=True):
             return Started(make(inbox_name), make(outbox_name), errors, setup.alone)
     except errors as error:
-        raise TransportError(f"NIXL does not start: {error}") from error
+        raise TransportError(f"NIXL does not start: {error}; its own lines are in the log") from error
