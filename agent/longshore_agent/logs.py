@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable
 from types import TracebackType
 
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
+from longshore_spec.environment import variable
 from longshore_spec.log_lines import LogFormat, json_line, one_line, plain_line
 
 # The process that accepts engines and starts workers.

@@ -19,11 +19,12 @@ import msgspec
 from longshore_agent import logs
 from longshore_agent.control import curve
 from longshore_agent.files import read_crossover, read_secret, write_whole
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_spec import distribution
 from longshore_spec.agent_config import AgentConfig, load
+from longshore_spec.environment import variable
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
 

@@ -9,7 +9,6 @@ The supervisor reads the settings once and passes them to workers. This module r
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import operator
 import sys
@@ -17,20 +16,20 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
-from longshore_agent import setting_values
 from longshore_agent.memory.cuda import Allocation
-from longshore_agent.setting_values import (
-    LogLevel,
+from longshore_agent.transports.wire import Wire
+from longshore_spec import environment
+from longshore_spec.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
+from longshore_spec.environment import (
     Nanoseconds,
     check_range,
     choices,
     format_value,
     parse_value,
     unit_of,
+    variable,
 )
-from longshore_agent.transports.wire import Wire
-from longshore_spec.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
-from longshore_spec.log_lines import LogFormat
+from longshore_spec.log_lines import LogFormat, LogLevel
 from longshore_wire import names
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
@@ -85,7 +84,7 @@ _core = functools.partial(_setting, core=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """One agent's checked settings. Units are in the names; `setting_values.unit_of` finds them there.
+    """One agent's checked settings. Units are in the names; `environment.unit_of` finds them there.
 
     RUF009 is off on some rows because every default is a call of `_setting`, which makes a frozen row.
 
@@ -341,24 +340,7 @@ class Settings:
         Raises:
             ConfigError: unknown `LONGSHORE_` variables (with the nearest known name) and invalid values, all together.
         """
-        rows = {variable(row.name): row for row in dataclasses.fields(cls)}
-        hints = get_type_hints(cls)
-        faults: dict[str, str] = {}
-        values: dict[str, Any] = {}
-        for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
-            row = rows.get(name)
-            if row is None:
-                # A shell or pod in which engines also run has theirs.
-                if not setting_values.is_service_link(name) and not name.startswith(names.ENGINE_PREFIX):
-                    nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
-                    faults[name] = f"there is no such setting; the nearest is {nearest}"
-            elif text := env[name].strip():
-                try:
-                    value = parse_value(text, hints[row.name], unit_of(row.name))
-                    check_range(value, unit_of(row.name), row.metadata["low"], row.metadata["high"])
-                    values[row.name] = value
-                except ValueError as error:
-                    faults[name] = str(error)
+        values, faults = environment.read(cls, env)
         settings = dataclasses.replace(base or cls(), **values)
         _raise(settings, faults)
         return settings
@@ -394,7 +376,7 @@ class Settings:
     def for_core(self) -> dict[str, Any]:
         """Return what the protocol core gets, by the names of `SessionConfig`."""
         given = [row.name for row in dataclasses.fields(self) if row.metadata["core"]]
-        return dict(setting_values.in_nanoseconds(name, getattr(self, name)) for name in given)
+        return dict(environment.in_nanoseconds(name, getattr(self, name)) for name in given)
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, remedy) for each contradiction."""
@@ -442,20 +424,17 @@ class Settings:
         return [(name, other, fault) for broken, name, other, fault in rules if broken]
 
 
-def variable(name: str) -> str:
-    """Return the environment variable of the setting `name`."""
-    return names.ENVIRONMENT_PREFIX + name.upper()
-
-
 def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
     """Raise ConfigError with `faults` (by variable) and the contradictions between valid values."""
-    faults = {**faults, **setting_values.bind_faults(variable("bind_host"), settings.bind_host)}
+    faults = dict(faults)
+    if ":" in settings.bind_host:
+        faults[variable("bind_host")] = (
+            f"{settings.bind_host} is an IPv6 address, and agents reach each other over IPv4 only: give the pod's IPv4 address"
+        )
     lines = [f"{name}: {fault}" for name, fault in faults.items()]
     for name, other, fault in settings.contradictions():
         if not {variable(name), variable(other)} & faults.keys():
-            one, two = (
-                f"{variable(each)} is {setting_values.shown(getattr(settings, each))}" for each in (name, other)
-            )
+            one, two = (f"{variable(each)} is {environment.shown(getattr(settings, each))}" for each in (name, other))
             lines.append(f"{variable(name)}: {one} and {two}: {fault}")
     if lines:
         raise ConfigError(lines)

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from longshore_operator.settings import Settings, variable
+from longshore_operator.settings import Settings
+from longshore_spec.environment import variable
 from longshore_spec.log_lines import LogFormat, json_line, one_line, plain_line
 from longshore_spec.names import KIND
 
@@ -35,11 +36,11 @@ class _TextFormatter(logging.Formatter):
 def begin(settings: Settings) -> None:
     """Begin the log; errors that nothing handles and warnings go to it, too."""
     handler = logging.StreamHandler(sys.stderr)
-    is_json = settings.log_format == LogFormat.JSON.value
+    is_json = settings.log_format is LogFormat.JSON
     handler.setFormatter(
         _JsonFormatter() if is_json else _TextFormatter(f"%(asctime)s {_PROCESS} %(levelname)s %(message)s")
     )
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=settings.log_level.value.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_ended_thread

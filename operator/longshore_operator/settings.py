@@ -6,17 +6,16 @@ Each field is a row. Its environment variable is `LONGSHORE_` and the field's na
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from longshore_spec.log_lines import LogFormat
-from longshore_wire import names
+from longshore_spec import environment
+from longshore_spec.environment import variable
+from longshore_spec.log_lines import LogFormat, LogLevel
 from longshore_wire.errors import ConfigError
 
 DEFAULT_IMAGE = "longshore-agent:0.1.0"
 DEFAULT_OPERATOR_IMAGE = "longshore-operator:0.1.0"
-_LOG_LEVELS = ("debug", "info", "warning", "error")
 # Fields of `spec.agents` that touch the whole node or the cluster.
 ALLOWABLE = ("image", "hostNetwork", "hostIPC", "networkPolicy")
 
@@ -72,30 +71,17 @@ class Settings:
     poll_count_max: int = _row(64, "agents", "Agents that are polled concurrently.")
     request_timeout_s: float = _row(10.0, "seconds", "Time limit of a request to the API server.")
     worker_count: int = _row(8, "deployments", "Deployments that are reconciled concurrently.")
-    log_level: str = _row("info", "", "Log level: debug, info, warning or error.")
-    log_format: str = _row(
-        "text", "", "Form of the log's lines: text, or json. Also of agents whose deployment does not set it."
+    log_level: LogLevel = _row(LogLevel.INFO, "", "Log level: debug, info, warning or error.")  # noqa: RUF009
+    log_format: LogFormat = _row(  # noqa: RUF009
+        LogFormat.TEXT, "", "Form of the log's lines: text, or json. Also of agents whose deployment does not set it."
     )
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Settings:
         """Return the settings in `env`; variables of other programs are ignored."""
-        rows = {variable(row.name): row for row in dataclasses.fields(cls)}
-        faults: list[str] = []
-        values: dict[str, Any] = {}
-        for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
-            row = rows.get(name)
-            if row is None:
-                if not _is_service_link(name):
-                    nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
-                    faults.append(f"{name}: there is no such setting; the nearest is {nearest}")
-            elif text := env[name].strip():
-                try:
-                    values[row.name] = _parse(text, row.default)
-                except ValueError as error:
-                    faults.append(f"{name}: {error}")
+        values, faults = environment.read(cls, env)
         if faults:
-            raise ConfigError(faults)
+            raise ConfigError([f"{name}: {fault}" for name, fault in faults.items()])
         settings = cls(**values)
         settings.check()
         return settings
@@ -119,9 +105,6 @@ class Settings:
                 faults.append(f"{variable(name)}: {path} is no absolute path")
         if self.mps_pipe_directory and not self.mps_host_directory:
             faults.append(f"{variable('mps_pipe_directory')}: give {variable('mps_host_directory')} too")
-        for name, allowed in (("log_level", _LOG_LEVELS), ("log_format", tuple(each.value for each in LogFormat))):
-            if (value := getattr(self, name)) not in allowed:
-                faults.append(f"{variable(name)}: {value} is none of {', '.join(allowed)}")
         if faults:
             raise ConfigError(faults)
 
@@ -129,27 +112,6 @@ class Settings:
 def listed(text: str) -> tuple[str, ...]:
     """Return the entries of a list that commas separate."""
     return tuple(filter(None, (entry.strip() for entry in text.split(","))))
-
-
-def variable(name: str) -> str:
-    """Return the environment variable of a setting."""
-    return f"{names.ENVIRONMENT_PREFIX}{name.upper()}"
-
-
-def _is_service_link(name: str) -> bool:
-    """Whether Kubernetes injected this variable for a Service whose name begins with `longshore`."""
-    return any(part in name for part in ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")) or name.endswith("_PORT")
-
-
-def _parse(text: str, default: object) -> object:
-    if isinstance(default, bool):
-        known = {"true": True, "1": True, "false": False, "0": False}
-        if text.lower() not in known:
-            raise ValueError(f"{text!r} is neither true nor false")
-        return known[text.lower()]
-    if isinstance(default, int):
-        return int(text)
-    return float(text) if isinstance(default, float) else text
 
 
 def reference() -> str:

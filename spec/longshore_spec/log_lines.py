@@ -23,6 +23,15 @@ FIELDS = (
 )
 
 
+class LogLevel(StrEnum):
+    """The log level."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 class LogFormat(StrEnum):
     """The form of log lines."""
 

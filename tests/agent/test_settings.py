@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from longshore_agent import settings as module
-from longshore_agent.setting_values import format_bytes, format_value, parse_bytes, unit_of
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
 from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_spec import agent_config
 from longshore_spec.agent_config import AgentConfig, Backend
+from longshore_spec.environment import format_bytes, format_value, parse_bytes, unit_of, variable
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import ConfigError
@@ -177,16 +177,6 @@ def test_what_the_file_says_of_the_network_is_what_counts() -> None:
 def test_a_contradiction_is_not_reported_on_a_value_that_did_not_parse() -> None:
     assert faults(LONGSHORE_LANE_BYTES="1Mi", LONGSHORE_SLAB_BYTES_MIN="x")[0].startswith("LONGSHORE_SLAB_BYTES_MIN")
     assert len(faults(LONGSHORE_LANE_BYTES="1Mi", LONGSHORE_SLAB_BYTES_MIN="x")) == 1
-
-
-def test_variables_that_kubernetes_makes_of_services_are_ignored() -> None:
-    env = {
-        "LONGSHORE_OPERATOR_SERVICE_HOST": "10.0.0.1",
-        "LONGSHORE_OPERATOR_SERVICE_PORT_HTTP": "80",
-        "LONGSHORE_OPERATOR_PORT": "tcp://10.0.0.1:80",
-        "LONGSHORE_OPERATOR_PORT_80_TCP_ADDR": "10.0.0.1",
-    }
-    assert Settings.from_environment(env) == Settings()
 
 
 def test_settings_made_in_code_are_checked_like_those_of_the_environment() -> None:

@@ -32,6 +32,7 @@ from longshore_operator.reports import AgentReport
 from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Poll, World
+from longshore_spec.log_lines import LogFormat
 from longshore_wire.errors import ConfigError
 
 # Most of them start the operator, which imports for two seconds.
@@ -373,7 +374,7 @@ def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none()
 
 @pytest.mark.shows("operator.log_format")
 def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -> None:
-    def form(given: list[dict[str, str]], **settings: str) -> list[str]:
+    def form(given: list[dict[str, str]], **settings: LogFormat) -> list[str]:
         scene = Scene(agents={"env": given})
         children = {
             kind.name: body for kind, body in decide(scene.observe(), reconciler(scene.world, **settings)._images).apply
@@ -382,8 +383,12 @@ def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -
         return [entry["value"] for entry in entries if entry["name"] == "LONGSHORE_LOG_FORMAT"]
 
     text = {"name": "LONGSHORE_LOG_FORMAT", "value": "text"}
-    assert (form([]), form([], log_format="json"), form([text], log_format="json")) == ([], ["json"], ["text"])
-    with pytest.raises(ConfigError, match="LONGSHORE_LOG_FORMAT: xml is none of text, json"):
+    assert (form([]), form([], log_format=LogFormat.JSON), form([text], log_format=LogFormat.JSON)) == (
+        [],
+        ["json"],
+        ["text"],
+    )
+    with pytest.raises(ConfigError, match="LONGSHORE_LOG_FORMAT: 'xml' is none of text, json"):
         Settings.from_environment({"LONGSHORE_LOG_FORMAT": "xml"})
 
 

@@ -8,7 +8,7 @@ import sys
 
 BEGIN = (
     "import logging, threading; from longshore_operator import logs; from longshore_operator.settings import Settings; "
-    "logs.begin(Settings(log_format='{form}')); "
+    "logs.begin(Settings.from_environment(dict(LONGSHORE_LOG_FORMAT='{form}'))); "
 )
 
 

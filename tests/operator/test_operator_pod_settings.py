@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from operator_scene import IMAGES, MPS, Scene
 
-from longshore_agent.settings import Role, Settings, variable
+from longshore_agent.settings import Role, Settings
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Allowed
+from longshore_spec.environment import variable
 from longshore_spec.pod_settings import AGENT_VARIABLES
 
 Body = dict[str, Any]

@@ -320,7 +320,7 @@ def test_what_is_made_from_tables_is_fresh(path: Path) -> None:
 
 def test_settings_are_read_and_faults_come_all_at_once() -> None:
     assert Settings.from_environment({"LONGSHORE_WATCH_NODES": "false"}).watch_nodes is False
-    wrong = {"LONGSHORE_LEASES": "1", "LONGSHORE_POLL_S": "x", "LONGSHORE_OPERATOR_PORT_8080_TCP": "tcp://1"}
+    wrong = {"LONGSHORE_LEASES": "1", "LONGSHORE_POLL_S": "x"}
     with pytest.raises(ConfigError) as caught:
         Settings.from_environment(wrong)
     assert len(caught.value.faults) == 2

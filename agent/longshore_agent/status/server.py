@@ -16,8 +16,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from longshore_agent.settings import variable
 from longshore_agent.status.app import ErrorBody
+from longshore_spec.environment import variable
 from longshore_wire.errors import ConfigError
 
 # Descriptors for HTTP, of the usual limit of 1,024 for a process. A further connection closes the oldest idle ones.

@@ -11,9 +11,10 @@ from enum import IntEnum
 from pathlib import Path
 
 from longshore_agent.control.engine_link import PeerProcess
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
 from longshore_spec import distribution
 from longshore_spec.agent_config import AgentConfig, Target
+from longshore_spec.environment import variable
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason

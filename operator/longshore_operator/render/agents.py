@@ -155,7 +155,7 @@ def _environment(wanted: Wanted, given: list[Body]) -> list[Body]:
         {"name": "LONGSHORE_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "LONGSHORE_DRAIN_S", "value": str(DRAIN_S)},
         *([{"name": spec_names.MPS_PIPE_VARIABLE, "value": wanted.mps.pod}] if wanted.mps else []),
-        *([{"name": _LOG_FORMAT, "value": form}] if form != LogFormat.TEXT.value and not is_given else []),
+        *([{"name": _LOG_FORMAT, "value": form.value}] if form is not LogFormat.TEXT and not is_given else []),
         *given,
     ]
 

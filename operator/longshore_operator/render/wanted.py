@@ -58,7 +58,7 @@ class ImageChoice:
     runtime_class: str = ""
     operator_image: str = "longshore-operator:0.1.0"
     allowed: Allowed = Allowed()
-    log_format: str = LogFormat.TEXT.value
+    log_format: LogFormat = LogFormat.TEXT
 
 
 @dataclass(frozen=True, slots=True)

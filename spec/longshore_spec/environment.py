@@ -1,37 +1,78 @@
-"""Parses and formats values of settings: `64Mi`, `2.5`, `true`, `NIXL`, `TCP,RDMA`.
+"""Reads settings from environment variables: `64Mi`, `2.5`, `true`, `NIXL`, `TCP,RDMA`. Of the agent and the operator. Pure.
 
-Used by `settings` only. Knows types, units and ranges, but no setting by name. Each fault is a ValueError
-that names the valid values; `settings` adds the variable's name.
+A program has a table of its settings: a dataclass, each field of which has the variable `LONGSHORE_` and the field's name in
+capitals. This module knows types and units, but no setting by name.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 import re
-from enum import Enum, IntEnum, StrEnum
+from collections.abc import Mapping
+from enum import Enum, IntEnum
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin, get_type_hints
 
-from longshore_agent.transports.wire import Wire
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
+from longshore_wire.names import ENGINE_PREFIX, ENVIRONMENT_PREFIX
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
-# Variables that Kubernetes injects for a Service whose name begins with `longshore`. No user has set them.
-_SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+# Kubernetes injects these for each Service into pods of its namespace, all with the Service's name before them.
+_SERVICE_HOST = "_SERVICE_HOST"
+_OF_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Units of time, as settings' names have them.
 _UNITS_NS = {"s": 10**9, "ms": 10**6}
 # The text of an optional choice that is not set.
 _NOTHING = "Auto"
+# No list can hold it.
+_UNKNOWN = "UNKNOWN"
 
 
-class LogLevel(StrEnum):
-    """The log level."""
+def variable(name: str) -> str:
+    """Return the environment variable of the setting `name`."""
+    return ENVIRONMENT_PREFIX + name.upper()
 
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+
+def read(table: type[Any], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what variables set of a table, and what is wrong with others.
+
+    Args:
+        table: a dataclass. Metadata `low` and `high` of a field, if it has both, bound its value.
+        env: all variables; those of other programs, of engines and of Kubernetes's Services are ignored.
+    Returns:
+        values by field, without those whose variable is absent or empty; faults by variable, also of one that is no setting.
+    """
+    rows = {variable(row.name): row for row in dataclasses.fields(table)}
+    hints = get_type_hints(table)
+    values: dict[str, Any] = {}
+    faults: dict[str, str] = {}
+    for name in sorted(name for name in env if name.startswith(ENVIRONMENT_PREFIX)):
+        row = rows.get(name)
+        if row is None:
+            # A shell or pod in which engines also run has theirs.
+            if not _is_of_service(name, env) and not name.startswith(ENGINE_PREFIX):
+                nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
+                faults[name] = f"there is no such setting; the nearest is {nearest}"
+        elif text := env[name].strip():
+            try:
+                value = parse_value(text, hints[row.name], unit_of(row.name))
+                check_range(value, unit_of(row.name), row.metadata.get("low"), row.metadata.get("high"))
+                values[row.name] = value
+            except ValueError as error:
+                faults[name] = str(error)
+    return values, faults
+
+
+def _is_of_service(name: str, env: Mapping[str, str]) -> bool:
+    """Whether Kubernetes made this variable of a Service, of which it then made more."""
+    services = (other.removesuffix(_SERVICE_HOST) for other in env if other.endswith(_SERVICE_HOST))
+    return any(
+        name.startswith(service) and _OF_SERVICE.fullmatch(name.removeprefix(service)) is not None
+        for service in services
+    )
 
 
 class Nanoseconds:
@@ -86,7 +127,7 @@ def parse_value(text: str, kind: object, unit: str) -> object:
         return _parse_number(text)
     if kind is str:
         return text
-    if kind == tuple[Wire, ...]:
+    if get_origin(kind) is tuple:
         parts = (part.strip() for part in text.split(","))
         return tuple(dict.fromkeys(_parse_choice(part, kind) for part in parts if part))
     return _parse_choice(text, kind)
@@ -158,25 +199,13 @@ def _parse_choice(text: str, kind: object) -> object:
 
 
 def _members(kind: object) -> list[tuple[str, object]]:
-    """Return (text, value) of each member of an Enum, an optional Enum, or a tuple of wires."""
+    """Return (text, value) of each member of an Enum, an optional Enum, or a tuple of members of an Enum."""
     if isinstance(kind, UnionType):
         (enumeration,) = (part for part in get_args(kind) if part is not NoneType)
         return [(_NOTHING, None), *_members(enumeration)]
-    if kind == tuple[Wire, ...]:
-        # An unknown wire cannot be allowed.
-        return [(wire.value, wire) for wire in Wire if wire is not Wire.UNKNOWN]
+    if get_origin(kind) is tuple:
+        enumeration, _ = get_args(kind)
+        return [(member.value, member) for member in enumeration if member.name != _UNKNOWN]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [(format_value(member, ""), member) for member in kind]
     return []
-
-
-def is_service_link(variable: str) -> bool:
-    """Whether Kubernetes made this variable of a Service."""
-    return _SERVICE_LINK.fullmatch(variable) is not None
-
-
-def bind_faults(name: str, host: str) -> dict[str, str]:
-    """Return, by variable, why an agent cannot listen at `host`; empty if no fault is known without the network."""
-    if ":" not in host:
-        return {}
-    return {name: f"{host} is an IPv6 address, and agents reach each other over IPv4 only: give the pod's IPv4 address"}
