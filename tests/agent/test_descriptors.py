@@ -163,10 +163,9 @@ def test_an_engine_whose_worker_cannot_be_started_is_told_to_try_again_and_comes
 
 
 def test_an_agent_and_its_workers_may_open_as_many_descriptors_as_the_hard_limit_says(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (ALLOWED_COUNT, hard))
-    agent = Agent(tmp_path / "agent")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A program, since forks have the limits of the process that they are forked from.
+    agent = Agent(tmp_path / "agent", ["prlimit", f"--nofile={ALLOWED_COUNT}:{hard}"])
     try:
         engine = Engine(agent, "engine")
         limits = [allowed(pid) for pid in (agent.process.pid, agent.worker("engine")["pid"])]
