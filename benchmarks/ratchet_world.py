@@ -133,7 +133,6 @@ from longshore_agent.control.node_link import AdoptEngine, NodeLink, PoolRegion,
 from longshore_agent.memory import cuda  # noqa: E402
 from longshore_agent.settings import Settings  # noqa: E402
 from longshore_agent.transports import nixl, nixl_library  # noqa: E402
-from longshore_agent.transports.wire import Wire as WireKind  # noqa: E402
 from longshore_agent.worker import resources  # noqa: E402
 from longshore_agent.worker.config import WorkerConfig  # noqa: E402
 from longshore_agent.worker.loop import Worker  # noqa: E402
@@ -152,6 +151,7 @@ from longshore_wire.engine_messages import (  # noqa: E402
     RoomEventKind,
 )
 from longshore_wire.layout import TargetMemory  # noqa: E402
+from longshore_wire.names import Wire as WireKind  # noqa: E402
 from longshore_wire.peer_messages import PEER  # noqa: E402
 from longshore_wire.source_session import SourceSession  # noqa: E402
 

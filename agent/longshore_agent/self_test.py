@@ -91,7 +91,10 @@ def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
         link.send(b"sent")
         # The receiver also connects to us, so this transport must stay open until then.
         same = link.recv(16) == b"same"
-        return wire.value, "" if same else "the bytes that arrived are not those that were sent"
+        return (
+            wire.value if wire else UNKNOWN_WIRE,
+            "" if same else "the bytes that arrived are not those that were sent",
+        )
     finally:
         transport.close()
 

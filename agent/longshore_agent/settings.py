@@ -17,7 +17,6 @@ from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
 from longshore_agent.memory.cuda import Allocation
-from longshore_agent.transports.wire import Wire
 from longshore_spec import environment
 from longshore_spec.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
 from longshore_spec.environment import (
@@ -33,6 +32,7 @@ from longshore_spec.log_lines import LogFormat, LogLevel
 from longshore_wire import names
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
+from longshore_wire.names import Wire
 from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import GPU_SLAB_BYTES_MIN, SLAB_BYTES_MIN, slab_bytes, small_slab_bytes
 

@@ -27,7 +27,7 @@ from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import UNKNOWN_WIRE, Wire
 
 # The same limit as in an agent's lanes: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4
@@ -121,7 +121,7 @@ class Meter:
         self._peer = self._transport.connect(hello.metadata)
         self._tell(_Hello(self._transport.metadata(), self._source.address))
         self._heard(_Order)
-        self._wire = Wire.UNKNOWN
+        self._wire: Wire | None = None
         self._drive()
         probe_bytes = min(_PROBE_BYTES, length_bytes)
         self._wire = self._transport.probe_wire(self._peer, self._source.address, self._remote, probe_bytes)
@@ -142,7 +142,12 @@ class Meter:
         self._tell(_Order("sum", length_bytes))
         found = self._heard(_Order).length_bytes
         # A sum of words does not depend on the order of the slices, which this does not check.
-        return Answer(seconds, core_s, self._wire.value, found == checksum(self._source.view(0, length_bytes)))
+        return Answer(
+            seconds,
+            core_s,
+            self._wire.value if self._wire else UNKNOWN_WIRE,
+            found == checksum(self._source.view(0, length_bytes)),
+        )
 
     def close(self) -> None:
         """End the target."""

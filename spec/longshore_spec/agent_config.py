@@ -34,7 +34,7 @@ from longshore_wire.layout import (
     Parallel,
 )
 from longshore_wire.layout import Attention as Entries
-from longshore_wire.names import RUN_DIRECTORY, SOCKET_FILE
+from longshore_wire.names import RUN_DIRECTORY, SOCKET_FILE, Wire
 from longshore_wire.plan import Plan, Staging, Summary, Way, plan
 from longshore_wire.slabs import slab_limit_bytes
 
@@ -125,17 +125,6 @@ class StagingMode(Enum):
     NEVER = "Never"
 
 
-class WireName(Enum):
-    """Names of wires in status and metrics."""
-
-    LOOPBACK = "Loopback"
-    SHARED_MEMORY = "SharedMemory"
-    TCP = "TCP"
-    RDMA = "RDMA"
-    CUDA_IPC = "CudaIPC"
-    NVLINK = "NVLink"
-
-
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The deployment that the agent serves."""
 
@@ -212,7 +201,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     backend: Backend = Backend.NIXL
     staging: StagingMode = StagingMode.AUTO
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 8192
-    wires: tuple[WireName, ...] = ()
+    wires: tuple[Wire, ...] = ()
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

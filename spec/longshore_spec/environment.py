@@ -27,8 +27,6 @@ _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 _UNITS_NS = {"s": 10**9, "ms": 10**6}
 # The text of an optional choice that is not set.
 _NOTHING = "Auto"
-# No list can hold it.
-_UNKNOWN = "UNKNOWN"
 
 
 def variable(name: str) -> str:
@@ -205,7 +203,7 @@ def _members(kind: object) -> list[tuple[str, object]]:
         return [(_NOTHING, None), *_members(enumeration)]
     if get_origin(kind) is tuple:
         enumeration, _ = get_args(kind)
-        return [(member.value, member) for member in enumeration if member.name != _UNKNOWN]
+        return [(member.value, member) for member in enumeration]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [(format_value(member, ""), member) for member in kind]
     return []

@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
+
+class Protection(StrEnum):
+    """The protection of a worker's data ports against strangers, strongest first."""
+
+    ABSENT = "Absent"  # there is no port
+    LOOPBACK = "Loopback"  # only this machine, or this pod, can reach it
+    FILTERED = "Filtered"  # the kernel admits only addresses of attached peers
+    BOUND = "Bound"  # open to all that reach the agent's own address
+    OPEN = "Open"  # open to all that reach any address of this network namespace
+
+
+PROTECTIONS = tuple(each.value for each in Protection)
+
 PRODUCT = "longshore"
 
 API_GROUP = "longshore.dev"

@@ -14,9 +14,9 @@ from longshore_agent.kernels.digest import NO_DIGESTS, Digests
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
 from longshore_agent.transports.base import Pieces, WriteState
-from longshore_agent.transports.wire import Wire
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.names import Wire
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.slabs import slab_bytes
@@ -220,6 +220,6 @@ class FakeTransport:
         write.released = True
         return write.state is WriteState.DONE
 
-    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire | None:
         assert self.probing.wait(60)
         return Wire.CUDA_IPC

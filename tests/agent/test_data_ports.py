@@ -28,11 +28,11 @@ from own_network import (
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import create, data_ports, nixl_library
-from longshore_agent.transports.data_ports import DataPorts, Protection
+from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import interface_of, numeric
-from longshore_agent.transports.wire import Wire
+from longshore_spec.names import Protection
 from longshore_wire.errors import Reason
-from longshore_wire.names import PROTECTIONS
+from longshore_wire.names import Wire
 
 # Long enough for an answer of this machine. A dropped packet gets no answer, so each attempt takes this long.
 ANSWER_LIMIT_S = 1.5
@@ -262,7 +262,3 @@ def test_where_the_kernel_takes_no_filter_mooncake_is_refused_if_other_networks_
     with started("Mooncake", accepted):
         assert {port.protection for port in accepted.describe()} == {Protection.OPEN}
     assert interface_of(numeric(HERE)) == INTERFACE
-
-
-def test_protections_are_called_alike_everywhere():
-    assert tuple(each.value for each in Protection) == PROTECTIONS[1:]

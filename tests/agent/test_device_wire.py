@@ -11,7 +11,7 @@ from longshore_agent.transports import nvml
 from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.nixl import kind_of, rows_of
 from longshore_agent.transports.probe import find_device_wire
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 
 class Clocked:
@@ -49,9 +49,9 @@ class Clocked:
         ([40_000], WriteState.DONE, Wire.CUDA_IPC),
         ([9_000_000, 400_000, 40_000], WriteState.DONE, Wire.CUDA_IPC),
         ([3_000_000] * 60 + [40_000], WriteState.DONE, Wire.CUDA_IPC),
-        ([300_000], WriteState.DONE, Wire.UNKNOWN),
-        ([40_000], WriteState.FAILED, Wire.UNKNOWN),
-        ([10_000_000_000], WriteState.DONE, Wire.UNKNOWN),
+        ([300_000], WriteState.DONE, None),
+        ([40_000], WriteState.FAILED, None),
+        ([10_000_000_000], WriteState.DONE, None),
     ],
     ids=["fast", "fast once warm", "processes share the GPU", "through the host", "failed", "stuck"],
 )
@@ -71,7 +71,7 @@ def test_a_wire_between_gpus_is_named_only_if_one_write_was_too_fast_for_the_hos
         (set(), 1, 40_000, Wire.CUDA_IPC),
         ({frozenset((0, 1))}, 2, 40_000, Wire.CUDA_IPC),
         ({frozenset((0, 1))}, 0, 40_000, Wire.CUDA_IPC),
-        ({frozenset((0, 1))}, 1, 300_000, Wire.UNKNOWN),
+        ({frozenset((0, 1))}, 1, 300_000, None),
     ],
     ids=["joined", "no NVLink here", "between others", "one GPU", "through the host"],
 )

@@ -33,9 +33,9 @@ from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_fault
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.state import seal
-from longshore_agent.transports.wire import Wire
 from longshore_spec.agent_config import Backend
 from longshore_wire.errors import Reason
+from longshore_wire.names import Wire
 from longshore_wire.peer_messages import RegionInfo
 from longshore_wire.slabs import slab_bytes
 
@@ -200,7 +200,7 @@ def test_a_draft_from_before_its_peer_registered_more_fails_and_begins_nothing(s
     assert scene.submitted == []
 
 
-@pytest.mark.parametrize(("taken_ns", "wire"), [(40_000, Wire.CUDA_IPC), (300_000, Wire.UNKNOWN)])
+@pytest.mark.parametrize(("taken_ns", "wire"), [(40_000, Wire.CUDA_IPC), (300_000, None)])
 def test_of_bytes_that_no_network_saw_only_fast_ones_went_over_cuda_ipc(
     taken_ns: int, wire: Wire, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +257,7 @@ def test_what_a_probe_leaves_open_is_never_asked_after_again(scene: Scene, monke
     assert finish(scene.near, scene.post()) is WriteState.DONE
     scene.held = True
     source, target, length = (int(each[0]) for each in scene.pieces())
-    assert scene.near.probe_wire(scene.peer, source, target, length) is Wire.UNKNOWN
+    assert scene.near.probe_wire(scene.peer, source, target, length) is None
     assert 2 in scene.asked
     scene.held = False
     scene.asked.clear()

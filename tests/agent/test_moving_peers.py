@@ -16,13 +16,13 @@ from longshore_agent.pipeline.runners import ThreadRunner
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports.wire import Wire
 from longshore_agent.worker import resources
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.names import Wire
 from longshore_wire.peer_messages import Attach, RegionInfo
 from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession

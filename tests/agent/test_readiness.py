@@ -13,7 +13,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules, liveness, readiness
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 
 def asked(state: structs.AgentSnapshot, path: str) -> httpx.Response:

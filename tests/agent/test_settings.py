@@ -9,7 +9,6 @@ import pytest
 
 from longshore_agent import settings as module
 from longshore_agent.settings import Settings
-from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_spec import agent_config
 from longshore_spec.agent_config import AgentConfig, Backend
@@ -18,6 +17,7 @@ from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.names import Wire
 from longshore_wire.plan import Staging, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
@@ -268,7 +268,7 @@ def test_the_smallest_staging_that_a_manifest_may_ask_for_makes_an_agent_that_st
 
 
 def test_variables_count_more_than_the_config_file() -> None:
-    wires = (agent_config.WireName.TCP, agent_config.WireName.RDMA)
+    wires = (Wire.TCP, Wire.RDMA)
     staging = agent_config.StagingMode.ALWAYS
     transfer = agent_config.Transfer(wires=wires, staging=staging, chunk_tokens=4096)
     base = Settings.from_config(config(transfer=transfer, control=agent_config.Control(network_policy=True)))

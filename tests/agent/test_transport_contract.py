@@ -20,7 +20,7 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Pieces, Selection, WriteState
 from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 NIXL = over("nixl-tcp", "nixl-shm", "nixl-alone")
 EACH = ["loopback", "mooncake-tcp", *NIXL]

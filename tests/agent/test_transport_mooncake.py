@@ -24,7 +24,7 @@ from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_engine import in_brackets, remote_address
 from longshore_agent.transports.own_network import numeric
 from longshore_agent.transports.state import Regions, seal
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 REGION_BYTES = 16 << 20
 BEATS_MIN = 10

@@ -19,7 +19,7 @@ from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.transports.nixl_library import MAGIC, Envelope, check_reach, inbox_name, unpack, unreachable
 from longshore_agent.transports.state import Metadata, seal, unseal
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 # More than the sockets between two processes can hold, so that a write to a stopped peer stays open.
 LARGE_BYTES = 64 << 20
@@ -155,6 +155,6 @@ def test_a_wire_is_named_only_if_a_counter_moved_by_all_that_was_written() -> No
     assert probe.carried(before, _counters({1: 100, 2: 1074}), 1024, same_host=True) is Wire.TCP
     assert probe.carried(before, _counters({1: 612, 3: 512}), 1024, same_host=True) is Wire.TCP
     assert probe.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=True) is Wire.SHARED_MEMORY
-    assert probe.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=False) is Wire.UNKNOWN
-    assert probe.carried(before, _counters({1: 900, 2: 60}), 1024, same_host=True) is Wire.UNKNOWN
+    assert probe.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=False) is None
+    assert probe.carried(before, _counters({1: 900, 2: 60}), 1024, same_host=True) is None
     assert probe.carried(before, _counters({1: 100}, 1024), 1024, same_host=False) is Wire.RDMA

@@ -9,7 +9,7 @@ from transport_peer import TCP_ALONE, PeerProcess, finish, post, row
 
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Transport, WriteState
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 # Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX reports fewer deaths of peers to it.
 KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {

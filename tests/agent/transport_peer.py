@@ -26,7 +26,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, Transport, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 ANSWER_LIMIT_S = 90.0
 # UCX_TLS of NIXL over TCP inside a machine. Where a GPU is, NIXL refuses a list of transports that has none for GPU memory.

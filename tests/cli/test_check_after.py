@@ -18,7 +18,7 @@ from longshore_cli.check.lines import Line, State, as_json, failed, table
 from longshore_cli.check.operators import Lease
 from longshore_cli.cluster import AgentPod, ClusterError, MissingError
 from longshore_spec import condition_reasons as reasons
-from longshore_wire.names import PROTECTIONS
+from longshore_spec.names import PROTECTIONS
 
 NOW = dt.datetime(2026, 11, 27, 12, 0, 0, tzinfo=dt.UTC)
 LEASE = {"spec": {"holderIdentity": "one", "leaseDurationSeconds": 15, "renewTime": "2026-11-27T11:59:50.000000Z"}}

@@ -9,11 +9,11 @@ from operator_scene import Scene, said, settled
 
 from longshore_agent.settings import Settings
 from longshore_agent.supervisor.reception import Reception
-from longshore_agent.transports.wire import Wire
 from longshore_operator.reports import Instance
 from longshore_spec.agent_config import AgentConfig, Backend, Decode, Prefill, Target, load
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import LayoutError
+from longshore_wire.names import Wire
 from longshore_wire.plan import Staging
 
 Body = dict[str, Any]

@@ -25,7 +25,6 @@ from longshore_spec.agent_config import (
     PrefillStaging,
     StagingMode,
     Transfer,
-    WireName,
     dump,
     load,
 )
@@ -33,6 +32,7 @@ from longshore_spec.quantity import QuantityError, format_quantity, parse_quanti
 from longshore_spec.strict_document import DOCUMENT_BYTES_MAX
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import PageOrder
+from longshore_wire.names import Wire
 from longshore_wire.plan import Way
 
 YAML = """
@@ -67,7 +67,7 @@ def test_a_config_in_yaml_is_read_with_the_defaults_of_what_it_leaves_out() -> N
     assert config.prefill.staging == PrefillStaging(buffer_size=64 << 20, lanes=4)
     assert config.decode.staging.pool_size == 4 << 30
     assert config.decode.page_order is Order.HND and config.decode.instances is None
-    assert config.transfer.wires == (WireName.RDMA, WireName.TCP)
+    assert config.transfer.wires == (Wire.RDMA, Wire.TCP)
     assert config.integrity == Integrity(digest=False)
     assert config.run_directory == "/run/longshore/default/llama-70b"
     assert config.decode.layout(config.model).order is PageOrder.HND
@@ -266,7 +266,7 @@ CONFIGS = st.builds(
         Transfer,
         backend=st.sampled_from(Backend),
         staging=st.sampled_from(StagingMode),
-        wires=st.lists(st.sampled_from(WireName), unique=True).map(tuple),
+        wires=st.lists(st.sampled_from(Wire), unique=True).map(tuple),
     ),
     control=st.builds(
         Control,
@@ -327,7 +327,7 @@ def test_a_formatted_quantity_reads_back_exactly(size_bytes: int) -> None:
 
 
 def test_a_config_that_was_built_in_code_is_checked_by_the_same_rules() -> None:
-    config = msgspec.structs.replace(load(YAML), kind="Other", transfer=Transfer(wires=(WireName.TCP, WireName.TCP)))
+    config = msgspec.structs.replace(load(YAML), kind="Other", transfer=Transfer(wires=(Wire.TCP, Wire.TCP)))
     with pytest.raises(ConfigError) as caught:
         config.check()
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["kind", "transfer.wires"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 
 class Labelled(IntEnum):
@@ -16,6 +16,17 @@ class Labelled(IntEnum):
 
     def __init__(self, _number: int) -> None:
         self.label = self.name.lower()
+
+
+class Wire(StrEnum):
+    """The wire that carries bytes between two workers, as a probe write finds it and `transfer.wires` allows it."""
+
+    LOOPBACK = "Loopback"
+    SHARED_MEMORY = "SharedMemory"
+    TCP = "TCP"
+    RDMA = "RDMA"
+    CUDA_IPC = "CudaIPC"
+    NVLINK = "NVLink"
 
 
 # Prefix of all of the product's environment variables. An unknown variable with this prefix is an error.
@@ -40,13 +51,9 @@ TEST_LANE_BYTES_MAX, TEST_GPU_LANE_BYTES_MAX = 4 << 20, 32 << 20
 TEST_RING_BYTES_MAX, TEST_GPU_RING_BYTES_MAX = 64 << 20, 512 << 20
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
-# Protections of a worker's data ports, strongest first. Absent: no ports. Loopback: only this machine or pod has access.
-# Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.
-# Open: every host that reaches any address of the agent's network namespace reaches them.
-PROTECTIONS = ("Absent", "Loopback", "Filtered", "Bound", "Open")
 # Suffix of an agent's name in endpoints of engines on GPUs.
 ON_GPU = ".gpu"
-# The name of a wire that no probe has found.
+# The name, in statuses and metrics, of a wire that no probe has found.
 UNKNOWN_WIRE = "Unknown"
 # Wires that another one includes: CUDA IPC may use NVLink, so its permissions and measurements also apply to NVLink.
-WIDER_WIRES = {"NVLink": "CudaIPC"}
+WIDER_WIRES = {Wire.NVLINK.value: Wire.CUDA_IPC.value}

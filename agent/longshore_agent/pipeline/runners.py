@@ -111,7 +111,7 @@ def probe_wire(tools: OutboundTools, probe: WireProbe, source_address: int) -> P
         wire = tools.transport.probe_wire(probe.peer_name, source_address, region.address, region.length_bytes)
     except TransportError as error:
         return ProbeEnd(probe, UNKNOWN_WIRE, str(error))
-    return ProbeEnd(probe, wire.value)
+    return ProbeEnd(probe, wire.value if wire else UNKNOWN_WIRE)
 
 
 class ThreadRunner(Runner):

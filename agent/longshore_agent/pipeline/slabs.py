@@ -245,7 +245,7 @@ class ProbeEnd(msgspec.Struct, frozen=True):
     """The result of a probe.
 
     Attributes:
-        wire: value of a `transports.wire.Wire`.
+        wire: value of a `Wire`, or UNKNOWN_WIRE.
         error: why the probe failed; empty: it did not.
     """
 

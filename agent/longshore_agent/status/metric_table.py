@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from longshore_spec.agent_config import WireName
+from longshore_spec.names import PROTECTIONS
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
-from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE, Wire
 
 
 class Kind(StrEnum):
@@ -30,7 +30,7 @@ WAYS = ("staged", "contiguous", DIRECT_WAY, "slices")
 WHYS = tuple(why.label for why in Why)
 RESULTS = ("equal", "different")
 OUTCOMES = ("done", "failed", "cancelled")
-WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
+WIRES = (*(wire.value for wire in Wire), UNKNOWN_WIRE)
 # The wire of direct copies, which no transport makes.
 NO_WIRE = "None"
 PEER_STATES = ("connecting", "attached", "refused", "lost")

@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import EngineStatus, InstanceStatus
-from longshore_agent.transports.wire import Wire
 from longshore_wire.claims import Reach, check_place, expected_way, is_near, staged_unless_forbidden
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
@@ -26,6 +25,7 @@ from longshore_wire.layout import (
     PageOrder,
     Parallel,
 )
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Plan, Staging, Summary, Way, plan
 
 # A plan lists every rank. The limit is that of a large cluster, so that one request cannot block the agent.
@@ -144,7 +144,7 @@ def answer(
     query: PlanQuery,
     instances: tuple[InstanceStatus, ...],
     defaults: PlanDefaults,
-    wire: str = Wire.UNKNOWN.value,
+    wire: str = UNKNOWN_WIRE,
     engines: tuple[EngineStatus, ...] = (),
 ) -> PlanView:
     """Return the plan for `query`.

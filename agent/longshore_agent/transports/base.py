@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 # The longest notice of a `draft`. Both transports that notify carry it in one small message.
 NOTICE_BYTES_MAX = 1024
@@ -158,8 +158,8 @@ class Transport(Protocol):
         Notices of peers that are not connected here wait for `connect`; at least 256 are kept.
         """
 
-    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
-        """Write `length_bytes` to a peer and return the wire that carried them. Blocks for at most 5 s."""
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire | None:
+        """Write `length_bytes` to a peer; return the wire that carried them, or None. Blocks for at most 5 s."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""

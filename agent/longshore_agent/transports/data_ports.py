@@ -22,7 +22,6 @@ import struct
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from longshore_agent.errors import TransportError
@@ -37,6 +36,7 @@ from longshore_agent.transports.own_network import (
     places,
     read_address,
 )
+from longshore_spec.names import Protection
 from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)
@@ -65,15 +65,6 @@ _IPV4_SOURCE_OFFSET, _IPV6_SOURCE_OFFSET = 12, 8
 _PASS, _DROP = 0xFFFFFFFF, 0
 
 Instruction = tuple[int, int, int, int]
-
-
-class Protection(Enum):
-    """The protection of a port against strangers: the first that applies."""
-
-    LOOPBACK = "Loopback"  # only this machine, or this pod, can reach it
-    FILTERED = "Filtered"  # the kernel admits only addresses of attached peers
-    BOUND = "Bound"  # open to all that reach the agent's own address
-    OPEN = "Open"  # open to all that reach any address of this network namespace
 
 
 class DataPort(NamedTuple):

@@ -39,8 +39,8 @@ from longshore_agent.transports.state import (
     regions_of,
     unseal,
 )
-from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
+from longshore_wire.names import Wire
 
 ENVIRONMENT_NAME = "LONGSHORE_LOOPBACK_FAULTS"
 # Errors that decoding untrusted bytes can raise.
@@ -328,7 +328,7 @@ class LoopbackTransport(CheckedTransport[_Peer]):
             self._read_datagrams()
             return self._arrivals.take()
 
-    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire | None:
         """Write once, without faults, and return LOOPBACK, the only wire here; see `Transport.probe_wire`."""
         pieces = Pieces.one(source, target, length_bytes)
         known = self._peer(peer)

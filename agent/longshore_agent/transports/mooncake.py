@@ -41,8 +41,8 @@ from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_f
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import CheckedTransport, Regions, WriteBase, check_notice, regions_of, unseal
-from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
+from longshore_wire.names import Wire
 
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
 _UNDER_WAY_COUNT_MAX = 1000
@@ -273,7 +273,7 @@ class MooncakeTransport(CheckedTransport[Peer]):
         self._check_open()
         return []
 
-    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire | None:
         """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`."""
         with self._gate:
             known = self._reached(peer)

@@ -33,7 +33,7 @@ from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import Arrivals, PreparedList, TransportBase, WriteBase, check_notice
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
@@ -68,7 +68,7 @@ class NixlPeer(msgspec.Struct):
     same_host: bool
     device_index: int
     device: str
-    wire: Wire = Wire.UNKNOWN
+    wire: Wire | None = None
 
 
 class NixlWrite(WriteBase[NixlPeer]):
@@ -283,7 +283,7 @@ class NixlTransport(TransportBase[NixlPeer]):
             self._drain_inbox()
             return self._arrivals.take()
 
-    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire | None:
         """Write once and read the kernel's counters; see `Transport.probe_wire`.
 
         No other write begins during the probe, and open ones end first, so that the counters show the probe alone. Both

@@ -27,9 +27,9 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.own_network import Address, host_identity, interface_of
 from longshore_agent.transports.state import Metadata, unseal
-from longshore_agent.transports.wire import Wire
 from longshore_spec import distribution
 from longshore_wire.errors import Reason
+from longshore_wire.names import Wire
 
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
 _PEER, _NONE = "peer", "none"

@@ -18,7 +18,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.transports import nvml
 from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_agent.transports.own_network import own_sockets, tcp_counts
-from longshore_agent.transports.wire import Wire
+from longshore_wire.names import Wire
 
 # The limit of `Transport.probe_wire`.
 _LIMIT_NS = 5_000_000_000
@@ -43,7 +43,7 @@ def find_wire(
     *,
     same_host: bool,
     devices: tuple[str, str] | None,
-) -> Wire:
+) -> Wire | None:
     """Wait until open writes have ended, write once alone, and return the wire that the kernel's counters show.
 
     For GPU memory, counters show only that nothing went over a network; then the speed decides.
@@ -54,17 +54,17 @@ def find_wire(
         same_host: whether the peer runs under this kernel.
         devices: for GPU memory, see `find_device_wire`; None: host memory.
     Returns:
-        UNKNOWN if that takes too long, or if the counters prove nothing.
+        None if that takes too long, or if the counters prove nothing.
     Raises:
         TransportError: the write failed.
     """
     deadline_ns = time.monotonic_ns() + _LIMIT_NS
     if not _settle(is_any_open, deadline_ns):
-        return Wire.UNKNOWN
+        return None
     before = read_counters()
     write = begin()
     if not _settle(is_any_open, deadline_ns):
-        return Wire.UNKNOWN
+        return None
     done = transport.state(write) is WriteState.DONE
     transport.release(write)
     if not done:
@@ -104,7 +104,7 @@ def read_counters() -> Counters:
         raise TransportError(f"cannot read the counters that prove a wire: {error.strerror}") from error
 
 
-def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: bool) -> Wire:
+def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: bool) -> Wire | None:
     """Return the wire that must have carried `length_bytes` of host memory between two counts.
 
     A counter proves a wire only if it grew by at least `length_bytes`. No other write of this process may be open
@@ -118,7 +118,7 @@ def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: 
     # If a counted wire carried a part, the bytes were spread over several wires, and no single name is true.
     if same_host and moved < length_bytes // 2:
         return Wire.SHARED_MEMORY
-    return Wire.UNKNOWN
+    return None
 
 
 def _tcp_bytes() -> dict[int, int]:
@@ -139,8 +139,8 @@ def _infiniband_bytes() -> int:
 
 def find_device_wire(
     transport: Transport, begin: Callable[[], Write], length_bytes: int, devices: tuple[str, str]
-) -> Wire:
-    """Write for a second at most. Return NVLINK or CUDA_IPC once a write is faster than host memory allows, or UNKNOWN.
+) -> Wire | None:
+    """Write for a second at most. Return NVLINK or CUDA_IPC once a write is faster than host memory allows, or None.
 
     Args:
         begin: drafts and starts the write of `length_bytes`, a megabyte or more.
@@ -158,4 +158,4 @@ def find_device_wire(
         if done and length_bytes / taken_ns * 1e9 >= _DIRECT_BYTES_PER_S_MIN:
             return Wire.NVLINK if nvml.joined_by_nvlink(*devices) else Wire.CUDA_IPC
         time.sleep(_TRY_PAUSE_S)
-    return Wire.UNKNOWN
+    return None

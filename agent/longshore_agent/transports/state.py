@@ -26,8 +26,8 @@ from longshore_agent.transports.base import (
     WriteState,
 )
 from longshore_agent.transports.own_network import host_identity
-from longshore_agent.transports.wire import Wire
 from longshore_wire.errors import Reason
+from longshore_wire.names import Wire
 
 NAME_BYTES_MAX = 200
 _DIGEST_BYTES = 16

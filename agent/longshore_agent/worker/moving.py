@@ -26,7 +26,6 @@ from longshore_agent.status.metric_table import named_wire
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.drain import Drain
-from longshore_agent.transports.wire import Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.engine_requests import EngineRequests
@@ -126,7 +125,7 @@ class Mover:
         if half is Half.SOURCE and first and probe is not None:
             self._runner.probe(WireProbe(effect.peer, name, probe, effect.attach.epoch))
 
-    def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
+    def disconnect(self, half: Half, peer: PeerId, wire: str = UNKNOWN_WIRE) -> bool:
         """Forget a peer of one half. If no half uses the peer, disconnect the transport from it.
 
         Args:

@@ -36,11 +36,12 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
+from longshore_spec.names import PROTECTIONS
 from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
-from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.peers import Ended, Peer, PeerState
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom

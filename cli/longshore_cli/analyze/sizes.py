@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from longshore_spec import names
-from longshore_spec.agent_config import AgentConfig, StagingMode, Target, WireName
+from longshore_spec.agent_config import AgentConfig, StagingMode, Target
 from longshore_spec.agent_memory import host_worker_count, needed_bytes, rank_count, resources, staging_bytes
 from longshore_spec.agent_pods import merged
 from longshore_spec.manifest import Spec
@@ -19,7 +19,7 @@ from longshore_spec.node_groups import Group, groups
 from longshore_spec.quantity import QuantityError, parse_quantity
 from longshore_wire.claims import SLABS_MAX, Reach, expected_way, staged_unless_forbidden
 from longshore_wire.crossover import Choice, Crossover, Why
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.names import ENVIRONMENT_PREFIX, Wire
 from longshore_wire.plan import Pair, Plan, Staging, Way, plan
 from longshore_wire.slabs import (
     GPU_SLAB_BYTES_MIN,
@@ -33,9 +33,9 @@ from longshore_wire.slabs import (
 )
 
 CPU, GPU = "CPU", "GPU"
-_HOST_WIRES = (WireName.SHARED_MEMORY.value, WireName.TCP.value, WireName.RDMA.value)
+_HOST_WIRES = (Wire.SHARED_MEMORY.value, Wire.TCP.value, Wire.RDMA.value)
 # Only GPU memory uses these.
-_GPU_WIRES = (WireName.CUDA_IPC.value, WireName.NVLINK.value)
+_GPU_WIRES = (Wire.CUDA_IPC.value, Wire.NVLINK.value)
 _PREFIX = ENVIRONMENT_PREFIX
 _MEMORY = "memory"
 _FAR, _NEAR = "two agents", "engines of one agent"

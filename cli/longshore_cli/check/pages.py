@@ -13,8 +13,9 @@ from longshore_cli.faults import QUARANTINE_SHARE
 from longshore_cli.words import count
 from longshore_spec import pod_settings
 from longshore_spec.manifest import Spec
+from longshore_spec.names import PROTECTIONS
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE
 
 _TROUBLE = "docs/troubleshooting.md"
 _SECURITY = "docs/security.md#what-protects-the-data-ports"

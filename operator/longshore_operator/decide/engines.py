@@ -14,8 +14,9 @@ from longshore_operator.observe import Agent
 from longshore_operator.reports import Peer, Worker
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.condition_reasons import ConditionType
+from longshore_spec.names import PROTECTIONS
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.names import PROTECTIONS, TEST_INSTANCE_PREFIX
+from longshore_wire.names import TEST_INSTANCE_PREFIX
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
