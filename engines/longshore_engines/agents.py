@@ -15,17 +15,17 @@ from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 
-_log = logging.getLogger("vllm.longshore")
-
 
 def registered(
-    socket: str | None, instance: str, shared: SharedCache, roles: Sequence[Half], timeout_s: float
+    socket: str | None, instance: str, shared: SharedCache, roles: Sequence[Half], timeout_s: float, log: logging.Logger
 ) -> tuple[Client, tuple[Half, ...]]:
     """Return a client and the roles that it is registered for.
 
     If the layouts of a deployment's two sides differ, an engine with both roles (kv_role kv_both) has only one of them,
     and is registered for that side.
 
+    Args:
+        log: of the engine's connector.
     Raises:
         ArgumentError, HelloRefused, ConnectError, LayoutError: as `connect`; the first refusal if the agent refuses every role.
     """
@@ -42,7 +42,7 @@ def registered(
             refusal = refusal or error
             continue
         if refusal is not None:
-            _log.info("the deployment has this layout for %s alone (%s)", wish[0].name, refusal)
+            log.info("the deployment has this layout for %s alone (%s)", wish[0].name, refusal)
         return client, wish
     assert refusal is not None
     raise refusal

@@ -1,29 +1,34 @@
-"""Holds the open halves of rooms of one rank: prompts that are offered chunk by chunk, and claims.
+"""The open halves of rooms of one rank: prompts that are offered chunk by chunk, and claims.
 
-Called by connectors of engines that ask each request for its state, from any of their threads; no call waits for the
-agent. `rooms` is for engines that take all ended requests at once. Knows no engine and no tensors.
+Called by connectors. No call waits for the agent: a thread makes the calls one after the other. One thread takes events: the
+engine's, by `take`, or one that `listen` starts. Knows no engine and no tensors.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from longshore_client.client import Client
-from longshore_client.errors import ArgumentError, ClientClosed
-from longshore_engines.calls import CallThread, cancel, insist
+from longshore_client.errors import AgentLost, ArgumentError, Busy, CallTimeout, ClientClosed
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import TargetMemory
 
 # A worker's restart takes seconds. A call that waits for longer delays those behind it.
 CALL_LIMIT_S = 30.0
-# How long the thread that takes events waits for one. It only bounds the time until it notices `close`.
-EVENT_WAIT_S = 1.0
+# Pause between two attempts while the agent is away.
+AWAY_PAUSE_S = 0.1
+# The shortest timeout of a call, even if earlier calls have used up its time.
+_CALL_TIMEOUT_MIN_S = 0.1
+# How long the thread of `listen` waits for an event. It bounds the time until it looks at calls without an answer.
+_EVENT_WAIT_S = 1.0
 
-_Key = tuple[Half, str, int]
+Key = tuple[Half, str, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +39,8 @@ class OpenHalf:
         ended: no process uses its pages. Before that the engine must not reuse them.
         done: all tokens have moved.
         failure: why it failed or was cancelled; empty if it did not.
+        cancelled: it was cancelled, so no further chunk is offered.
+        refused: a call has failed for good, so that no other is made.
         touched_s: time of the engine's last call for it, by `time.monotonic`.
     """
 
@@ -45,20 +52,58 @@ class OpenHalf:
     done: bool = False
     failure: str = ""
     cancelled: bool = False
+    refused: bool = False
     bytes_moved: int = 0
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> Key:
         """By which events name it."""
         return self.half, self.instance, self.room
 
 
 @dataclass(slots=True)
 class _Table:
-    """The open halves. `lock` guards the table and every field of its halves."""
+    """The open halves. `lock` guards the table and every field of its halves.
+
+    Attributes:
+        unclear: those of which a call has failed, so that the agent may or may not have them.
+        ended: those that have ended since the last `take`.
+        is_closed: the connection is closed.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    halves: dict[_Key, OpenHalf] = field(default_factory=dict)
+    halves: dict[Key, OpenHalf] = field(default_factory=dict)
+    unclear: set[OpenHalf] = field(default_factory=set)
+    ended: list[OpenHalf] = field(default_factory=list)
+    is_closed: bool = False
+
+
+class CallThread:
+    """A thread that makes the calls given to it, in their order, so that an engine's threads never wait for the agent."""
+
+    def __init__(self, name: str, log: logging.Logger) -> None:
+        self._log = log
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._call_all, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make a call after all earlier ones; return at once."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Return when all calls are made."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _call_all(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 -- logged with its traceback
+                # The thread must survive, because it makes the calls of every other request. Expected errors are
+                # handled in the call.
+                self._log.exception("a call to the agent or to a peer failed")
 
 
 class Halves:
@@ -66,14 +111,16 @@ class Halves:
 
     Args:
         client: connected, with its pool registered. Nothing else may call its `poll` and `wait`.
+        log: of the engine's connector.
+        waits_for_agent: repeat calls while the agent is away. An engine that can compute a prompt itself does not wait.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, log: logging.Logger, *, waits_for_agent: bool = False) -> None:
         self._client = client
+        self._repeated = (Busy, AgentLost) if waits_for_agent else (Busy,)
         self._table = _Table()
-        self._calls = CallThread("longshore-calls")
-        self._events = threading.Thread(target=self._take_all, name="longshore-events", daemon=True)
-        self._events.start()
+        self._calls = CallThread("longshore-calls", log)
+        self._events: threading.Thread | None = None
 
     @property
     def open_count(self) -> int:
@@ -90,55 +137,58 @@ class Halves:
         *,
         last: bool,
         fence: Callable[[], None] | None = None,
+        half: OpenHalf | None = None,
     ) -> OpenHalf:
-        """Offer the next chunk of a room; return its half, which the first chunk opens.
+        """Offer the next chunk of a room; return its half.
 
         Args:
             fence: returns after the device has computed the chunk; called in the thread that makes calls.
+            half: that of the first chunk; None: this is the first. If it has ended or was cancelled, there is no call.
+        Raises:
+            ArgumentError: the first chunk of a room that is open.
         """
         key = (Half.SOURCE, self._client.instance, room)
-        with self._table.lock:
-            found = self._table.halves.get(key)
-            if found is None:
-                found = self._opened(key)
-            found.touched_s = time.monotonic()
+        found = self._opened(key) if half is None else half
+        if found.ended or found.cancelled:
+            return found
+        found.touched_s = time.monotonic()
 
-        def call() -> None:
-            if fence is not None:
-                fence()
-            self._make(
-                found,
-                lambda timeout_s: self._client.send(
-                    room, pages, first_token, end_token, last=last, timeout_s=timeout_s
-                ),
-            )
+        def send(timeout_s: float) -> None:
+            self._client.send(room, pages, first_token, end_token, last=last, timeout_s=timeout_s)
 
-        self._calls.put(call)
+        self._put(found, send, fence)
         return found
 
-    def claim(self, room: int, endpoint: Endpoint, pages: Sequence[int], first_token: int, end_token: int) -> OpenHalf:
+    def claim(
+        self,
+        room: int,
+        endpoint: Endpoint,
+        pages: Sequence[int],
+        first_token: int,
+        end_token: int,
+        fence: Callable[[], None] | None = None,
+    ) -> OpenHalf:
         """Claim tokens [first_token, end_token) of a room into these pages; return its half.
 
+        Args:
+            fence: as of `offer`.
         Raises:
             ArgumentError: this rank has claimed the room already.
         """
-        key = (Half.TARGET, endpoint.instance, room)
-        with self._table.lock:
-            if key in self._table.halves:
-                raise ArgumentError(f"room {room} of {endpoint.instance} is open at this rank already")
-            found = self._opened(key)
-        self._calls.put(
-            lambda: self._make(
-                found,
-                lambda timeout_s: self._client.receive(
-                    room, endpoint, pages, first_token, end_token, memory=TargetMemory.DEVICE, timeout_s=timeout_s
-                ),
-            )
-        )
+        found = self._opened((Half.TARGET, endpoint.instance, room))
+
+        def receive(timeout_s: float) -> None:
+            where = (room, endpoint, pages, first_token, end_token)
+            self._client.receive(*where, memory=TargetMemory.DEVICE, timeout_s=timeout_s)
+
+        self._put(found, receive, fence)
         return found
 
     def cancel(self, half: OpenHalf, text: str) -> None:
-        """Cancel a half. Its pages are in use until it has ended. A second call does nothing."""
+        """Cancel a half. Its pages are in use until it has ended. A second call does nothing.
+
+        Calls that were given before are made, so that the peer hears of the room and of its end.
+        """
         with self._table.lock:
             if half.ended or half.cancelled:
                 return
@@ -146,58 +196,115 @@ class Halves:
             half.failure = half.failure or text
         self._calls.put(lambda: self._cancel(half))
 
+    def take(self, pause_s: float = 0.0) -> list[OpenHalf]:
+        """Return the halves that have ended since the last call. Only one thread may call it.
+
+        Args:
+            pause_s: how long to wait for an event if no half has ended.
+        """
+        with self._table.lock:
+            pause_s = 0.0 if self._table.ended else pause_s
+        try:
+            for event in self._client.poll(pause_s):
+                self._take(event)
+        except ClientClosed:
+            self._end_all()
+        with self._table.lock:
+            unclear = list(self._table.unclear)
+        for half in unclear:
+            self._end_unless_open(half)
+        with self._table.lock:
+            ended, self._table.ended = self._table.ended, []
+        return ended
+
+    def listen(self) -> None:
+        """Take events in a thread, until the connection is closed."""
+        self._events = threading.Thread(target=self._take_all, name="longshore-events", daemon=True)
+        self._events.start()
+
     def close(self) -> None:
         """Leave the agent, which then releases all rooms and pages."""
         self._client.close()
         self._calls.close()
-        self._events.join()
+        if self._events is not None:
+            self._events.join()
 
-    def _opened(self, key: _Key) -> OpenHalf:
-        found = self._table.halves[key] = OpenHalf(*key, touched_s=time.monotonic())
+    def _opened(self, key: Key) -> OpenHalf:
+        with self._table.lock:
+            if key in self._table.halves:
+                raise ArgumentError(f"room {key[2]} of {key[1]} is open at this rank already")
+            found = self._table.halves[key] = OpenHalf(*key, touched_s=time.monotonic())
         return found
 
     def _end(self, half: OpenHalf) -> None:
         with self._table.lock:
+            if half.ended:
+                return
             if not half.done:
                 half.failure = half.failure or "it ended without a reason"
             half.ended = True
-            self._table.halves.pop(half.key, None)
+            del self._table.halves[half.key]
+            self._table.unclear.discard(half)
+            self._table.ended.append(half)
+
+    def _end_unless_open(self, half: OpenHalf) -> None:
+        """End a half that the client does not have: no call for it was accepted, and no event follows."""
+        if not self._client.is_open(half.room, half.half, half.instance):
+            self._end(half)
 
     # -- the thread that makes calls -------------------------------------------------------------------------------
 
-    def _make(self, half: OpenHalf, call: Callable[[float], None]) -> None:
-        with self._table.lock:
-            if half.ended or half.cancelled:
+    def _put(self, half: OpenHalf, call: Callable[[float], None], fence: Callable[[], None] | None) -> None:
+        deadline_s = time.monotonic() + CALL_LIMIT_S
+
+        def make() -> None:
+            if fence is not None:
+                fence()
+            try:
+                self._insist(half, call, deadline_s)
+            except LongshoreError as error:
+                with self._table.lock:
+                    half.failure = half.failure or str(error)
+                    half.refused = half.cancelled = True
+                    if not half.ended:
+                        self._table.unclear.add(half)
+                self._cancel(half)
+
+        self._calls.put(make)
+
+    def _insist(self, half: OpenHalf, call: Callable[[float], None], deadline_s: float) -> None:
+        """Make a call of a half, and repeat it while the agent is busy. Raises LongshoreError: it failed for good."""
+        # A chunk of a half that has ended would open the room again at a restarted worker.
+        while not (half.ended or half.refused):
+            try:
+                call(max(_CALL_TIMEOUT_MIN_S, deadline_s - time.monotonic()))
+            except self._repeated as error:
+                pause_s = error.retry_after_s if isinstance(error, Busy) else AWAY_PAUSE_S
+                if time.monotonic() + pause_s > deadline_s:
+                    raise
+                time.sleep(pause_s)
+            else:
                 return
-        try:
-            insist(call, CALL_LIMIT_S)
-        except LongshoreError as error:
-            with self._table.lock:
-                half.failure = half.failure or str(error)
-                half.cancelled = True
-            self._cancel(half)
 
     def _cancel(self, half: OpenHalf) -> None:
-        cancel(self._client, *half.key)
-        # If no call for it was accepted, no event follows.
-        if not self._client.is_open(half.room, half.half, half.instance):
-            self._end(half)
+        # If the client has no place for the call, wait for one, since no other call cancels this half.
+        while True:
+            try:
+                self._client.cancel(half.room, half.half, instance=half.instance, timeout_s=_CALL_TIMEOUT_MIN_S)
+            except Busy as error:
+                time.sleep(error.retry_after_s)
+                continue
+            except (AgentLost, CallTimeout, ClientClosed):
+                # The client repeats the cancellation to the next agent. A closed client has released everything.
+                pass
+            break
+        self._end_unless_open(half)
 
     # -- the thread that takes events ------------------------------------------------------------------------------
 
     def _take_all(self) -> None:
-        while True:
-            try:
-                for event in self._client.poll(EVENT_WAIT_S):
-                    self._take(event)
-            except ClientClosed:
-                break
-        # When the connection closed, the agent released everything of this rank.
-        with self._table.lock:
-            left = list(self._table.halves.values())
-        for half in left:
-            half.failure = half.failure or "the connection to the agent was closed"
-            self._end(half)
+        while not self._table.is_closed:
+            self.take(_EVENT_WAIT_S)
 
     def _take(self, event: RoomEvent) -> None:
         with self._table.lock:
@@ -210,4 +317,14 @@ class Halves:
                 case RoomEventKind.FAILED:
                     half.failure = half.failure or f"{event.reason.name}: {event.text}"
         if event.kind is RoomEventKind.RELEASED:
+            self._end(half)
+
+    def _end_all(self) -> None:
+        """When the connection closed, the agent released everything of this rank."""
+        with self._table.lock:
+            self._table.is_closed = True
+            left = list(self._table.halves.values())
+            for half in left:
+                half.failure = half.failure or "the connection to the agent was closed"
+        for half in left:
             self._end(half)

@@ -38,8 +38,7 @@ from longshore_engines.asks import (
     packed,
     unpacked,
 )
-from longshore_engines.calls import CallThread
-from longshore_engines.halves import Halves, OpenHalf
+from longshore_engines.halves import CallThread, Halves, OpenHalf
 from longshore_engines.sglang_checks import HOOKED, HOOKED_BY_VERSION, check_engine, check_hooks
 from longshore_engines.sglang_pools import content_of, found_pool, shared_pool, told_kv_heads
 from longshore_engines.sglang_versions import ManagerBase, replicas
@@ -81,7 +80,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         self.mismatches: dict[str, str] = {}
         self._last_ask = 0
         self._draining: dict[int, list[OpenHalf]] = {}
-        self._letters = CallThread("longshore-letters")
+        self._letters = CallThread("longshore-letters", _log)
         # Before the base class tells decode ranks of this rank.
         self._connect_agent(args, _place(args, parallel, replicas(parallel, server_args)), parallel)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -101,7 +100,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
         role = Half.SOURCE if self.is_source else Half.TARGET
         try:
-            self.client, _ = registered(None, instance, shared, (role,), CONNECT_LIMIT_S)
+            self.client, _ = registered(None, instance, shared, (role,), CONNECT_LIMIT_S, _log)
             self.client.register_pool(0, shared.geometry, shared.regions)
         finally:
             for region in shared.regions:
@@ -109,7 +108,9 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
                     os.close(region)
         self.on_device = shared.device != "cpu"
         self.content = content_of(pool)
-        self.halves = Halves(self.client)
+        # SGLang cannot compute at decode what prefill does not send, so it waits for an agent that restarts.
+        self.halves = Halves(self.client, _log, waits_for_agent=True)
+        self.halves.listen()
         _log.info("registered as %s of %s", role.name, instance)
 
     # -- what SGLang calls -----------------------------------------------------------------------------------------

@@ -83,7 +83,13 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
                 replies = manager.asks.sampled(self.bootstrap_room, rows)
             manager.post(replies)
         half = manager.halves.offer(
-            self.room, kv_indices.tolist(), first, self._first_token, last=self._is_complete, fence=self._fence()
+            self.room,
+            kv_indices.tolist(),
+            first,
+            self._first_token,
+            last=self._is_complete,
+            fence=self._fence(),
+            half=self.half,
         )
         with manager.lock:
             self.half = half

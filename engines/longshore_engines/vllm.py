@@ -6,6 +6,7 @@ calls and `requests.RequestBook` (scheduler) or `rooms.RankRooms` (worker), and 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -53,6 +54,8 @@ SIBLINGS_TIMEOUT_S = 120.0
 # would take the cores from the agent. A request that comes during the pause waits at most that long.
 EMPTY_STEP_PAUSE_S = 0.001
 _DONE_STATUS = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+
+_log = logging.getLogger("vllm.longshore")
 
 
 @dataclass
@@ -190,6 +193,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
                 shared,
                 self._roles,
                 self._setting.connect_s,
+                _log,
             )
             self._client.register_pool(0, shared.geometry, shared.regions)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from fake_agent import FakeAgent
 from scene import LAYOUT
@@ -11,6 +13,7 @@ from longshore_engines.agents import registered
 from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Refused, Welcome
 
+LOG = logging.getLogger("longshore.test")
 BOTH = (Half.SOURCE, Half.TARGET)
 SHARED = SharedCache(LAYOUT, PoolGeometry(1, (1,), ()), (), "cpu")
 
@@ -29,7 +32,7 @@ def greeting(allowed, reason=Reason.LAYOUT_MISMATCH):
 )
 def test_an_engine_for_both_takes_the_roles_that_its_deployment_has_for_its_layout(tmp_path, allowed, wanted):
     with FakeAgent(str(tmp_path / "s"), greet=greeting(allowed)):
-        client, roles = registered(str(tmp_path / "s"), "engine", SHARED, BOTH, 20.0)
+        client, roles = registered(str(tmp_path / "s"), "engine", SHARED, BOTH, 20.0, LOG)
         client.close()
     assert roles == wanted
 
@@ -40,9 +43,9 @@ def test_an_engine_that_fits_no_role_is_refused_with_the_agents_words(tmp_path, 
         FakeAgent(str(tmp_path / "s"), greet=greeting((), reason)),
         pytest.raises(HelloRefused, match=r"decode\.tensorParallel"),
     ):
-        registered(str(tmp_path / "s"), "engine", SHARED, BOTH, 20.0)
+        registered(str(tmp_path / "s"), "engine", SHARED, BOTH, 20.0, LOG)
 
 
 def test_an_engine_with_the_name_of_a_test_engine_is_refused_before_it_asks_an_agent(tmp_path):
     with pytest.raises(ArgumentError, match=r"instance is 'longshore.test-a': .* give another name"):
-        registered(str(tmp_path / "no-agent"), "longshore.test-a", SHARED, BOTH, 0.2)
+        registered(str(tmp_path / "no-agent"), "longshore.test-a", SHARED, BOTH, 0.2, LOG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -17,7 +18,8 @@ from longshore_wire.engine_messages import Cancel, Offer, Receive, Refused
 class Scene:
     def __init__(self, path, **agent):
         self.agent = FakeAgent(path, **agent)
-        self.halves = Halves(client_at(path))
+        self.halves = Halves(client_at(path), logging.getLogger("longshore.test"))
+        self.halves.listen()
 
     def expect(self, kind, count=1):
         self.agent.expect(lambda: len([each for each in self.agent.heard if isinstance(each, kind)]) >= count)
@@ -48,7 +50,7 @@ def scene(tmp_path):
 def test_chunks_are_offered_in_order_and_the_half_ends_at_release(scene):
     world = scene()
     half = world.halves.offer(7, (1,), 0, 4, last=False)
-    assert world.halves.offer(7, (2,), 4, 6, last=True) is half
+    assert world.halves.offer(7, (2,), 4, 6, last=True, half=half) is half
     world.expect(Offer, 2)
     offers = world.agent.of(Offer)
     assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
@@ -83,7 +85,7 @@ def test_a_claim_that_is_cancelled_ends_only_at_release(scene):
     assert (half.done, half.failure) == (False, "the client has left")
 
 
-def test_a_half_that_is_cancelled_before_its_call_ends_without_an_event(scene):
+def test_a_half_that_is_cancelled_before_its_call_is_told_to_the_peer_and_ends_at_release(scene):
     world = scene()
     reached, go = [], []
 
@@ -94,9 +96,14 @@ def test_a_half_that_is_cancelled_before_its_call_ends_without_an_event(scene):
     half = world.halves.offer(7, (1,), 0, 4, last=False, fence=fence)
     wait_for(lambda: bool(reached))
     world.halves.cancel(half, "no longer needed")
+    assert world.halves.offer(7, (2,), 4, 6, last=True, half=half) is half
     go.append(1)
+    world.expect(Cancel)
+    assert len(world.agent.of(Offer)) == 1 and not half.ended
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
     wait_for(lambda: half.ended)
-    assert (half.failure, world.agent.of(Offer)) == ("no longer needed", [])
+    assert half.failure == "no longer needed"
 
 
 def test_a_refused_call_ends_its_half_with_the_agents_reason(scene):
@@ -134,3 +141,27 @@ def test_a_cancellation_waits_for_a_place_at_a_busy_client(scene, monkeypatch):
     refuse_the_first_cancel(monkeypatch, world.halves._client)
     world.halves.cancel(half, "the client has left")
     world.expect(Cancel)
+
+
+def test_a_call_whose_refusal_comes_after_its_time_ends_its_half(scene, monkeypatch):
+    monkeypatch.setattr("longshore_engines.halves.CALL_LIMIT_S", 0.05)
+    world = scene(answer=lambda message: None)
+    half = world.halves.offer(7, (1,), 0, 4, last=True)
+    wait_for(lambda: half.failure)
+    assert not half.ended
+    (offer,) = world.agent.of(Offer)
+    world.agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
+    wait_for(lambda: half.ended)
+
+
+def test_a_half_that_has_ended_is_not_opened_again_by_its_next_chunk(scene):
+    world = scene()
+    half = world.halves.offer(7, (1,), 0, 4, last=False)
+    world.expect(Offer)
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
+    wait_for(lambda: half.ended)
+    assert world.halves.offer(7, (2,), 4, 6, last=True, half=half) is half
+    world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
+    world.expect(Receive)
+    assert (len(world.agent.of(Offer)), world.halves.open_count) == (1, 1)

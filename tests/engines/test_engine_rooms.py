@@ -211,7 +211,7 @@ def test_a_claim_is_received_at_release_and_not_before(scene):
     world.expect(ReceiveMessage)
     done = msgspec.structs.replace(event(DONE, half=Half.TARGET), bytes_moved=4096)
     world.agent.say(done)
-    world.look_until(lambda: next(iter(world.rooms._open.values())).done)
+    world.look_until(lambda: next(iter(world.rooms._open.values())).half.done)
     assert world.received == set()
     world.agent.say(event(RELEASED, half=Half.TARGET))
     world.look_until(lambda: world.received == {"d"})
@@ -224,7 +224,7 @@ def test_a_claim_that_failed_is_reported_only_when_nobody_writes_its_pages_any_m
     world.rooms.carry_out([CLAIM])
     world.expect(ReceiveMessage)
     world.agent.say(event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
-    world.look_until(lambda: next(iter(world.rooms._open.values())).failure)
+    world.look_until(lambda: next(iter(world.rooms._open.values())).half.failure)
     assert (world.received, world.failed) == (set(), set())
     world.agent.say(event(RELEASED, half=Half.TARGET))
     world.look_until(lambda: world.failed == {"d"})
@@ -383,10 +383,10 @@ def test_what_is_open_when_the_client_is_closed_is_over_and_not_taken_for_succes
 def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobody_has_them(
     scene, monkeypatch, answer_late
 ):
-    monkeypatch.setattr("longshore_engines.rooms.CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("longshore_engines.halves.CALL_LIMIT_S", 0.05)
     world = scene(answer=lambda message: None)
     world.rooms.carry_out([OFFER, REPORT])
-    world.look_until(lambda: next(iter(world.rooms._open.values())).unclear)
+    world.look_until(lambda: next(iter(world.rooms._open.values())).half.refused)
     assert world.sent == set()
     (offer,) = world.heard(OfferMessage)
     if answer_late:
