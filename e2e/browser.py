@@ -61,9 +61,14 @@ class Browser:
 
     def __enter__(self) -> Self:
         try:
-            port = until(lambda: self._port_file.read_text().splitlines()[0], "Chromium listens", START_LIMIT_S)
+            # The file has the port, and then the path behind it. For a moment it is empty.
+            lines = until(
+                lambda: (found := self._port_file.read_text().splitlines())[1:] and found,
+                "Chromium listens",
+                START_LIMIT_S,
+            )
             self._socket = create_connection(
-                f"ws://{HOST}:{port}{self._port_file.read_text().splitlines()[1]}",
+                f"ws://{HOST}:{lines[0]}{lines[1]}",
                 timeout=ANSWER_LIMIT_S,
                 suppress_origin=True,
             )
