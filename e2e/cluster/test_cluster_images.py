@@ -15,6 +15,8 @@ import pytest
 from cluster_site import ROOT
 from controlplane.image_store import images_folder
 
+from longshore_spec import distribution
+
 _OPERATOR_BYTES_MAX = 150_000_000
 _SBOM = "opt/longshore/sbom.json"
 _TOOL = re.compile(r"(^|/)s?bin/(pip3?|uv|apt-get|dpkg|gcc|cc|perl)$")
@@ -101,7 +103,7 @@ def test_an_image_runs_without_root_and_says_what_it_is(images: dict[str, Image]
 def test_the_sbom_lists_the_versions_of_the_lock_and_debians_packages(images: dict[str, Image], name: str) -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     pinned = {f"pkg:pypi/{line.split(' ')[0].replace('==', '@')}" for line in lock.splitlines() if "==" in line}
-    ours = {purl for purl in images[name].purls if purl.startswith("pkg:pypi/longshore@")}
+    ours = {purl for purl in images[name].purls if purl.startswith(f"pkg:pypi/{distribution.NAME}@")}
     python = {purl for purl in images[name].purls if purl.startswith("pkg:pypi/")}
     assert len(ours) == 1
     assert python - ours <= pinned
