@@ -25,7 +25,7 @@ from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Pieces, Transport, WriteState
 from longshore_wire.errors import LongshoreError
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE, wire_name
 
 # Limit of the whole test on a busy machine. A backend that needs longer for a few bytes does not work.
 LIMIT_S = 30.0
@@ -91,10 +91,7 @@ def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
         link.send(b"sent")
         # The receiver also connects to us, so this transport must stay open until then.
         same = link.recv(16) == b"same"
-        return (
-            wire.value if wire else UNKNOWN_WIRE,
-            "" if same else "the bytes that arrived are not those that were sent",
-        )
+        return wire_name(wire), "" if same else "the bytes that arrived are not those that were sent"
     finally:
         transport.close()
 

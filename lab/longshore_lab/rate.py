@@ -27,7 +27,7 @@ from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
-from longshore_wire.names import UNKNOWN_WIRE, Wire
+from longshore_wire.names import Wire, wire_name
 
 # The same limit as in an agent's lanes: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4
@@ -145,7 +145,7 @@ class Meter:
         return Answer(
             seconds,
             core_s,
-            self._wire.value if self._wire else UNKNOWN_WIRE,
+            wire_name(self._wire),
             found == checksum(self._source.view(0, length_bytes)),
         )
 

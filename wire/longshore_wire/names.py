@@ -55,5 +55,12 @@ AGENT_USER_ID = 10001
 ON_GPU = ".gpu"
 # The name, in statuses and metrics, of a wire that no probe has found.
 UNKNOWN_WIRE = "Unknown"
+
+
+def wire_name(wire: Wire | None) -> str:
+    """Return how statuses and metrics name a wire; None: no probe has found it."""
+    return wire.value if wire else UNKNOWN_WIRE
+
+
 # Wires that another one includes: CUDA IPC may use NVLink, so its permissions and measurements also apply to NVLink.
 WIDER_WIRES = {Wire.NVLINK.value: Wire.CUDA_IPC.value}

@@ -30,7 +30,7 @@ from longshore_agent.pipeline.slabs import (
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
 from longshore_agent.status.snapshot import LaneStatus
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE, wire_name
 from longshore_wire.plan import Way
 
 # Staged copies that a GPU has before the wire is ready for them: the next slab and the one after it. More would delay
@@ -111,7 +111,7 @@ def probe_wire(tools: OutboundTools, probe: WireProbe, source_address: int) -> P
         wire = tools.transport.probe_wire(probe.peer_name, source_address, region.address, region.length_bytes)
     except TransportError as error:
         return ProbeEnd(probe, UNKNOWN_WIRE, str(error))
-    return ProbeEnd(probe, wire.value if wire else UNKNOWN_WIRE)
+    return ProbeEnd(probe, wire_name(wire))
 
 
 class ThreadRunner(Runner):
