@@ -41,6 +41,7 @@ class OpenHalf:
         failure: why it failed or was cancelled; empty if it did not.
         cancelled: it was cancelled, so no further chunk is offered.
         refused: a call has failed for good, so that no other is made.
+        accepted: the agent has taken a call, so that an event tells its end.
         touched_s: time of the engine's last call for it, by `time.monotonic`.
     """
 
@@ -53,6 +54,7 @@ class OpenHalf:
     failure: str = ""
     cancelled: bool = False
     refused: bool = False
+    accepted: bool = False
     bytes_moved: int = 0
 
     @property
@@ -203,16 +205,17 @@ class Halves:
             pause_s: how long to wait for an event if no half has ended.
         """
         with self._table.lock:
+            unclear = list(self._table.unclear)
             pause_s = 0.0 if self._table.ended else pause_s
+        # Before the events are taken, since these tell the end of a half that the client had until now.
+        gone = [half for half in unclear if not self._is_open(half)]
         try:
-            for event in self._client.poll(pause_s):
+            for event in self._client.poll(0.0 if gone else pause_s):
                 self._take(event)
         except ClientClosed:
             self._end_all()
-        with self._table.lock:
-            unclear = list(self._table.unclear)
-        for half in unclear:
-            self._end_unless_open(half)
+        for half in gone:
+            self._end(half)
         with self._table.lock:
             ended, self._table.ended = self._table.ended, []
         return ended
@@ -247,10 +250,8 @@ class Halves:
             self._table.unclear.discard(half)
             self._table.ended.append(half)
 
-    def _end_unless_open(self, half: OpenHalf) -> None:
-        """End a half that the client does not have: no call for it was accepted, and no event follows."""
-        if not self._client.is_open(half.room, half.half, half.instance):
-            self._end(half)
+    def _is_open(self, half: OpenHalf) -> bool:
+        return self._client.is_open(half.room, half.half, half.instance)
 
     # -- the thread that makes calls -------------------------------------------------------------------------------
 
@@ -284,6 +285,7 @@ class Halves:
                     raise
                 time.sleep(pause_s)
             else:
+                half.accepted = True
                 return
 
     def _cancel(self, half: OpenHalf) -> None:
@@ -298,7 +300,9 @@ class Halves:
                 # The client repeats the cancellation to the next agent. A closed client has released everything.
                 pass
             break
-        self._end_unless_open(half)
+        if not half.accepted and not self._is_open(half):
+            # No call was accepted, so no event follows.
+            self._end(half)
 
     # -- the thread that takes events ------------------------------------------------------------------------------
 

@@ -165,3 +165,25 @@ def test_a_half_that_has_ended_is_not_opened_again_by_its_next_chunk(scene):
     world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
     world.expect(Receive)
     assert (len(world.agent.of(Offer)), world.halves.open_count) == (1, 1)
+
+
+def test_a_half_that_was_done_before_its_cancellation_is_done_although_nobody_has_taken_its_events(tmp_path):
+    agent = FakeAgent(str(tmp_path / "engine.sock"))
+    client = client_at(str(tmp_path / "engine.sock"))
+    halves = Halves(client, logging.getLogger("longshore.test"))
+    try:
+        half = halves.offer(7, (1,), 0, 4, last=True)
+        agent.expect(lambda: agent.of(Offer))
+        wait_for(lambda: client.is_open(7, Half.SOURCE, client.instance))
+        agent.say(event(DONE))
+        agent.say(event(RELEASED))
+        wait_for(lambda: not client.is_open(7, Half.SOURCE, client.instance))
+        halves.cancel(half, "no longer needed")
+        # The thread that makes calls has come to this one.
+        halves.claim(8, ENDPOINT, (3, 4), 0, 6)
+        agent.expect(lambda: agent.of(Receive))
+        assert halves.take() == [half]
+        assert half.done
+    finally:
+        halves.close()
+        agent.stop()
