@@ -20,6 +20,8 @@ from controlplane import binaries
 from controlplane.ports import free_port
 from controlplane.processes import Process
 
+from longshore_spec import distribution
+
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 LIMIT_S = 300.0
 KEY_PASSWORD = {"COSIGN_PASSWORD": "of the test"}
@@ -93,7 +95,7 @@ def test_a_published_image_has_a_signature_and_a_signed_sbom(registry: str, keys
         statement = json.loads(base64.b64decode(json.loads(proof.stdout.splitlines()[0])["payload"]))
         assert statement["subject"][0]["digest"]["sha256"] == name.rpartition(":")[2]
         purls = {entry["purl"] for entry in statement["predicate"]["components"]}
-        assert any(purl.startswith("pkg:pypi/longshore@") for purl in purls), purls
+        assert any(purl.startswith(f"pkg:pypi/{distribution.NAME}@") for purl in purls), purls
 
 
 def test_an_image_without_a_signature_is_refused(registry: str, keys: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ REGISTRY_HOST = re.compile(
 )
 # `longshore` with extras, or as an operand of pip: on the package index that is another project.
 OTHER_DISTRIBUTION = re.compile(
-    r"(?<![\w.-])longshore\\?\[[a-z]|\bpip3? install [^`#,\n]*(?<![\w./-])longshore(?![\w-])"
+    r"(?<![\w.-])longshore\\?\[[a-z]|pypi/longshore(?![\w-])|\bpip3? install [^`#,\n]*(?<![\w./-])longshore(?![\w-])"
 )
 # The target of a link between Markdown files, and its section.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -114,6 +114,7 @@ def test_nothing_generated_is_in_the_tree() -> None:
         (OTHER_DISTRIBUTION, "pip install 'longshore[cli]'", True),
         (OTHER_DISTRIBUTION, "uv pip install --no-deps longshore", True),
         (OTHER_DISTRIBUTION, "install longshore[agent,otel]", True),
+        (OTHER_DISTRIBUTION, "pkg:pypi/longshore@0.1.0", True),
         (OTHER_DISTRIBUTION, "pip install 'longshore-kv[cli]', then helm install longshore charts/longshore", False),
     ],
 )
