@@ -7,6 +7,13 @@ import json
 import threading
 from typing import Any
 
+import msgspec
+
+from longshore_agent.status.findings import Rules, findings
+from longshore_agent.status.snapshot import AgentSnapshot, WorkerSnapshot
+from longshore_spec.status import EngineStatus, InstanceStatus, LayoutStatus, PeerStatus, SelfTest, WorkerState
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+
 Body = dict[str, Any]
 _STOP_LIMIT_S = 10.0
 _BACKLOG = 512
@@ -74,26 +81,40 @@ class _Connection(asyncio.Protocol):
                 self._transport.write(answer)
 
 
-def report(*instances: Body, peers: tuple[Body, ...] = (), roles: tuple[str, ...] = ()) -> Body:
-    """Return an agent's report with these instances, and one worker with these peers if there are any."""
-    engines = [{"instance": entry["instance"], "rank": 0, "roles": entry["roles"]} for entry in instances]
-    worker = {"worker": "w/0/0", "engines": engines, "peers": list(peers)}
-    return {
-        "deployment": "x/y",
-        "node": "n",
-        "instances": list(instances),
-        "workers": [worker] if instances or peers else [],
-    }
+# The layout of all engines: the operator does not read it.
+_LAYOUT = LayoutStatus.of(KVLayout(ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(), 16))
+_PASSED = SelfTest(backend="Loopback", wire="Loopback", bytes_moved=1 << 20, seconds=0.01)
 
 
-def instance(name: str, role: str, *, complete: bool = True) -> Body:
+def report(*instances: InstanceStatus, peers: tuple[PeerStatus, ...] = ()) -> Body:
+    """Return an agent's report with these instances, one worker with these peers if there are any, and what an agent finds wrong."""
+    engines = tuple(EngineStatus(entry.instance, 0, entry.roles, _LAYOUT) for entry in instances)
+    worker = WorkerSnapshot(
+        worker="w/0/0", pid=1, epoch="1", state=WorkerState.READY, engines=engines, peers=peers, self_test=_PASSED
+    )
+    snapshot = AgentSnapshot(
+        deployment="x/y",
+        node="n",
+        version="0.1.0",
+        backend="Loopback",
+        started_unix_s=0.0,
+        uptime_s=1.0,
+        self_test=_PASSED,
+        instances=instances,
+        workers=(worker,) if instances or peers else (),
+    )
+    body: Body = msgspec.to_builtins(snapshot.status(findings(snapshot, Rules("Loopback", 1 << 20))))
+    return body
+
+
+def instance(name: str, role: str, *, complete: bool = True) -> InstanceStatus:
     """Return one instance of a report; `role` is source or target."""
-    return {"instance": name, "roles": [role], "complete": complete}
+    return InstanceStatus(name, (role,), _LAYOUT, (), complete=complete)
 
 
-def peer(name: str, wire: str, state: str = "attached") -> Body:
+def peer(name: str, wire: str, state: str = "attached", error: str = "") -> PeerStatus:
     """Return one peer of a report's worker."""
-    return {"instance": name, "dp_rank": 0, "rank": 0, "state": state, "wire": wire}
+    return PeerStatus(name, 0, 0, state, wire, "1", error)
 
 
 _NOTHING = report()

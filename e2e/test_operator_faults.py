@@ -185,7 +185,9 @@ def test_what_agents_say_becomes_conditions(deployments: Deployments, start: Sta
         return prefill["instances"], prefill.get("wire"), decode.get("wire")
 
     until(lambda: roles() == (1, "NVLink", "NVLink"), "the roles' wires")
-    responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "TCP"),))
+    responder.answers[other] = report(
+        instance("d-0", "target"), peers=(peer("p-0", "TCP", error="over TCP, and transfer.wires allows only NVLink"),)
+    )
     deployments.wait_reason("TransportVerified", "WireNotAllowed", about="TCP")
     responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "NVLink", state="lost"),))
     deployments.wait_reason("PeersConnected", "PeersLost", about="p-0/0/0 is lost")

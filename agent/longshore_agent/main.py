@@ -20,7 +20,7 @@ from longshore_agent import logs
 from longshore_agent.control import curve
 from longshore_agent.files import read_crossover, read_secret, write_whole
 from longshore_agent.settings import Settings
-from longshore_agent.status.checks import Rules
+from longshore_agent.status.findings import Rules
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_spec import distribution
 from longshore_spec.agent_config import AgentConfig, load

@@ -20,10 +20,10 @@ import numpy as np
 from longshore_agent import logs
 from longshore_agent.errors import TransportError
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import SelfTest
 from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Pieces, Transport, WriteState
+from longshore_spec.status import SelfTest
 from longshore_wire.errors import LongshoreError
 from longshore_wire.names import UNKNOWN_WIRE, wire_name
 

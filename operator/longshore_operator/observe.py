@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from longshore_operator.reports import AgentReport
 from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
 from longshore_spec.names import HARMLESS_WARNINGS
+from longshore_spec.status import AgentStatus
 
 Body = dict[str, Any]
 # Warnings that are no cause. An agent that starts fails some probes, and its status has better words.
@@ -25,7 +25,7 @@ class Agent:
     """
 
     pod: AgentPod
-    report: AgentReport | None
+    report: AgentStatus | None
     silent: bool = False
 
     @property

@@ -8,12 +8,13 @@ from contextlib import suppress
 from http import HTTPStatus
 
 import aiohttp
+import msgspec
 
-from longshore_operator import reports
 from longshore_operator.lease import Mutex
 from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import AgentPod, Poll, World
+from longshore_spec.status import AgentStatus
 
 # Limits the delay of the first reconciles by agents that hang. The status of these stays as it was, see `engines`.
 FIRST_SWEEP_LIMIT_S = 15.0
@@ -90,8 +91,8 @@ class Poller:
                 if answer.status != HTTPStatus.OK:
                     raise ValueError(f"{url}: {answer.status}")
                 data = await answer.content.read(ANSWER_BYTES_MAX)
-                report = reports.read(data)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+                report = msgspec.json.decode(data, type=AgentStatus).without_measures()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError):
             self._missed(pod)
             return
         changed = self._world.answered(pod.uid, Poll(time.monotonic(), report))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
-from longshore_operator.reports import AgentReport
 from longshore_spec import taints
+from longshore_spec.status import AgentStatus
 from longshore_spec.taints import Taint
 
 Body = dict[str, Any]
@@ -81,7 +81,7 @@ class Poll:
     """An agent's last report and its time (monotonic seconds). Without a report, the time of the first failed poll."""
 
     answered_s: float
-    report: AgentReport | None
+    report: AgentStatus | None
 
 
 @dataclass(slots=True)

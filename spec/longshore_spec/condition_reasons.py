@@ -249,6 +249,16 @@ _BY_NAME = {(row.condition, row.name): row for row in TABLE}
 assert len(_BY_NAME) == len(TABLE), "duplicate reason"
 
 
+# The conditions that are not True while all is well.
+_GOOD = {"NodesShared": "False", "Progressing": "False"}
+
+
+def is_good(condition: str, status: str, reason: str) -> bool:
+    """Whether a condition of a DisaggDeployment says that all is well."""
+    # A rollout that is blocked makes no progress either.
+    return status == _GOOD.get(condition, "True") and reason != "Blocked"
+
+
 def reason(condition: ConditionType, name: str) -> Reason:
     """Return the row of a reason. Asserts that the table has it."""
     assert (condition, name) in _BY_NAME, (condition, name)

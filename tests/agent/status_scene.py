@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from longshore_agent.status import snapshot as structs
-from longshore_agent.status.checks import Rules
+from longshore_agent.status.findings import Rules
 from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import AgentSnapshot, WorkerSnapshot
+from longshore_spec import status as structs
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
@@ -30,22 +31,22 @@ def room(number: int, *, half: str = "target", instance: str = "p") -> structs.R
     )  # fmt: skip
 
 
-def worker(name: str = "d/0", **changes: Any) -> structs.WorkerSnapshot:
+def worker(name: str = "d/0", **changes: Any) -> WorkerSnapshot:
     counts = Metrics()
     counts.add("longshore_writes_total", 3, way="staged")
     fields: dict[str, Any] = {
         "worker": name, "pid": 10, "epoch": str(2**63 + 1), "state": structs.WorkerState.READY,
         "metrics": counts.snapshot(), "self_test": PASSED,
     }  # fmt: skip
-    return structs.WorkerSnapshot(**fields | changes)
+    return WorkerSnapshot(**fields | changes)
 
 
-def agent(*workers: structs.WorkerSnapshot, **changes: Any) -> structs.AgentSnapshot:
+def agent(*workers: WorkerSnapshot, **changes: Any) -> AgentSnapshot:
     fields: dict[str, Any] = {
         "deployment": "demo", "node": "n1", "version": "0.1", "backend": "NIXL", "started_unix_s": 1.5,
         "uptime_s": 2.5, "workers": workers, "metrics": Metrics().snapshot(),
     }  # fmt: skip
-    return structs.AgentSnapshot(**fields | changes)
+    return AgentSnapshot(**fields | changes)
 
 
 class Source:
@@ -56,8 +57,8 @@ class Source:
         self.asked: int | None = None
         self.absent: LongshoreError | None = None
 
-    def snapshot(self, room: int | None = None) -> structs.AgentSnapshot:
+    def snapshot(self, room: int | None = None) -> AgentSnapshot:
         self.asked = room
         if self.absent is not None:
             raise self.absent
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=structs.AgentSnapshot)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=AgentSnapshot)

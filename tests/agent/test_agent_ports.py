@@ -222,7 +222,7 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
             "the worker of target rank 0 has died 3 times within a minute, last because it ended with -"
             in check["message"]
         )
-        assert any(text.startswith("WorkersDying: ") for text in place.decode.status()["unready"])
+        assert any(finding["code"] == "WorkersDying" for finding in place.decode.status()["findings"])
 
 
 @pytest.mark.rest("storms")

@@ -100,7 +100,7 @@ def test_a_decode_agent_takes_no_byte_over_a_wire_that_it_does_not_allow_though_
         assert f"prefill one rank 0 reaches decode picky-near rank 0 over {place.found}" in end.text
     assert place.near.intact()
     assert peer_of(place, "picky-near", "one")["error"] == ends[0].text
-    assert place.asks.metric("longshore_barred_peers", worker="picky-near/0/0") == 1
+    assert place.asks.metric("longshore_findings", worker="picky-near/0/0", code="PeerWireNotAllowed") == 1
 
 
 def test_engines_of_one_agent_copy_directly_whatever_wires_are_allowed(place):

@@ -17,8 +17,8 @@ from page_shapes import Shape, create_memfd, opened
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.worker.neighbour_pools import NeighbourPools
+from longshore_spec.status import LaneStatus
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach, PoolInfo

@@ -17,10 +17,10 @@ import pytest
 from longshore_agent.control.engine_link import PeerProcess, process_of
 from longshore_agent.control.node_link import NodeLink
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor import reception, slots
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_client import Half, KVLayout, ModelShape, Parallel
+from longshore_spec.status import WorkerState
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 

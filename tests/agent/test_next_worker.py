@@ -14,11 +14,11 @@ from agent_world import EVENT_LIMIT_S, Request, room_ids, wait_for, wait_for_non
 
 from longshore_agent.control.node_link import RoomFailed, Started
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.supervisor.slots import Slot
 from longshore_client import Client, Half
+from longshore_spec.status import WorkerState
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from longshore_agent.control.node_link import PoolGone, PoolRegion, PoolUnmapped, PoolWanted
-from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.pool_broker import PoolBroker
 from longshore_agent.supervisor.slots import Slot
+from longshore_spec.status import WorkerState
 from longshore_wire.effects import PeerId
 
 OWNER, ASKER, OTHER, STARTING = (PeerId("decode", 0, 0), *(PeerId("prefill", 0, rank) for rank in range(3)))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from status_scene import PASSED, RULES, Source, agent, worker
+from status_scene import PASSED, RULES, Source, agent, room, worker
 
 from longshore_agent.settings import Settings
-from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
-from longshore_agent.status.checks import Rules, liveness, readiness
-from longshore_wire.names import Wire
+from longshore_agent.status.findings import Judge, Rules, findings, liveness, readiness
+from longshore_agent.status.snapshot import AgentSnapshot
+from longshore_spec import status as structs
+from longshore_spec.findings import KINDS
+from longshore_wire.names import TEST_INSTANCE_PREFIX, Wire
 
 
-def asked(state: structs.AgentSnapshot, path: str) -> httpx.Response:
+def asked(state: AgentSnapshot, path: str) -> httpx.Response:
     """Return the answer of an agent in this state."""
     source = Source()
     source.state = state
@@ -29,11 +33,11 @@ def asked(state: structs.AgentSnapshot, path: str) -> httpx.Response:
     return asyncio.run(ask())
 
 
-def reasons(state: structs.AgentSnapshot, rules: Rules = RULES) -> list[str]:
+def reasons(state: AgentSnapshot, rules: Rules = RULES) -> list[str]:
     return [check.reason for check in readiness(state, rules).checks if not check.ok]
 
 
-def shown(state: structs.AgentSnapshot) -> list[str]:
+def shown(state: AgentSnapshot) -> list[str]:
     """Return the lines of the readiness gauge."""
     return [line for line in asked(state, "/metrics").text.splitlines() if line.startswith("longshore_ready")]
 
@@ -70,26 +74,28 @@ def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines() -> 
         (agent(worker(), loop_age_s=31), "LoopHangs"),
     ],
 )
-def test_readyz_answers_503_with_the_reason(state: structs.AgentSnapshot, reason: str) -> None:
+def test_readyz_answers_503_with_the_reason(state: AgentSnapshot, reason: str) -> None:
     answer = asked(state, "/readyz")
     assert answer.status_code == 503
     failed = [check for check in answer.json()["checks"] if not check["ok"]]
     assert [check["reason"] for check in failed] == [reason]
-    assert asked(state, "/v1/status").json()["unready"] == [f"{reason}: {failed[0]['message']}"]
+    (finding,) = asked(state, "/v1/status").json()["findings"]
+    assert (finding["code"], finding["severity"], finding["text"]) == (reason, "critical", failed[0]["message"])
 
 
 @pytest.mark.parametrize("seconds", [61.0, 75.5])
 def test_why_an_agent_is_not_ready_is_said_in_the_same_words_while_nothing_happens(seconds: float) -> None:
     late = (worker("d/1", silent_s=seconds), worker("d/2", state=structs.WorkerState.STARTING, state_age_s=seconds))
     state = agent(worker(), *late, loop_age_s=seconds)
-    assert asked(state, "/v1/status").json()["unready"] == [
+    assert [f"{finding['code']}: {finding['text']}" for finding in asked(state, "/v1/status").json()["findings"]] == [
         "LoopHangs: the supervisor's loop has not turned for more than 30 s",
-        "WorkerSilent: worker d/1 has not answered for more than 10 s; worker d/2 is starting for more than 60 s",
+        "WorkerSilent: worker d/1 has not answered for more than 10 s",
+        "WorkerStarting: worker d/2 is starting for more than 60 s",
     ]
 
 
 def test_a_ready_agent_has_nothing_that_keeps_it_from_being_ready() -> None:
-    assert asked(agent(worker()), "/v1/status").json()["unready"] == []
+    assert asked(agent(worker()), "/v1/status").json()["findings"] == []
 
 
 @pytest.mark.parametrize("wire", ["SharedMemory", "Loopback", "RDMA", "Unknown"])
@@ -128,3 +134,100 @@ def test_dead_workers_do_not_end_the_supervisor_but_a_loop_that_hangs_does() -> 
     assert liveness(failed).ok
     assert asked(failed, "/healthz").status_code == 200
     assert asked(agent(worker(), loop_age_s=1000), "/healthz").status_code == 503
+
+
+GPU = "GPU-11111111-1111-1111-1111-111111111111"
+RING = structs.RingStatus(capacity_bytes=100, used_bytes=0, held_bytes=11, rounds=1)
+OLD = msgspec.structs.replace(room(9), age_s=61.0)
+LOCKED = structs.NodeFacts(memlock_bytes=1000, descriptors=1 << 20, infiniband=("uverbs0",))
+STRICT = msgspec.structs.replace(RULES, mps=True, staging_bytes=2000)
+
+
+def peer(**changes: Any) -> structs.PeerStatus:
+    fields: dict[str, Any] = {
+        "instance": "p",
+        "dp_rank": 0,
+        "rank": 0,
+        "state": "attached",
+        "wire": "RDMA",
+        "epoch": "1",
+    }
+    return structs.PeerStatus(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "text"),
+    [
+        ("DigestsDiffer", agent(worker(mismatches=2, mismatch="layer 3")), "d/0: 2 slabs with differing digests: layer 3"),
+        ("FewDescriptors", agent(worker(), node_facts=structs.NodeFacts(descriptors=1024)), "may open 1024 files"),
+        ("GpuNotShared", agent(worker(device=GPU, mps=False)), f"its GPU {GPU} is not shared"),
+        ("GpuSharingUnknown", agent(worker(device=GPU)), "the driver does not tell"),
+        ("LowMemlock", agent(worker(), node_facts=LOCKED), "may lock 1000 bytes, and one rank's staging has 2000"),
+        ("NoPeerAccess", agent(worker(device=GPU, mps=True, peer_access=False)), f"the memory of its GPU {GPU}"),
+        ("PeerLost", agent(worker(peers=(peer(state="lost", error="was silent"),))), "d/0: p/0/0 is lost: was silent"),
+        ("PeerRefused", agent(worker(peers=(peer(state="refused", error="pages"),))), "d/0: p/0/0 is refused: pages"),
+        ("PeerWireNotAllowed", agent(worker(peers=(peer(error="over TCP"),))), "worker d/0 to p/0/0: over TCP"),
+        ("QuarantineHigh", agent(worker(ring=RING)), "more than 10% of its ring"),
+        ("RoomOld", agent(worker(rooms=(room(8), OLD))), "room 9 of p is open for more than 60 s"),
+        ("WireUnknown", agent(worker(peers=(peer(wire="Unknown"),))), "the wire is not known"),
+        ("WorkersRestarted", agent(worker(), restarts_lately=3), "3 workers were restarted in the last 15 minutes"),
+    ],
+)  # fmt: skip
+def test_what_fails_or_slows_rooms_is_a_finding_and_leaves_the_agent_ready(
+    code: str, state: AgentSnapshot, text: str
+) -> None:
+    (finding,) = findings(state, STRICT)
+    assert (finding.code, text in finding.text) == (code, True), finding
+    assert (finding.severity, finding.way_out, finding.link) == (
+        KINDS[code].severity,
+        KINDS[code].remedy,
+        KINDS[code].link,
+    )
+    assert readiness(state, STRICT).ok
+    about_agent = code in ("FewDescriptors", "LowMemlock", "WorkersRestarted")
+    assert finding.worker == ("" if about_agent else "d/0")
+    # What `longshore verify` leaves behind is no fault of an engine.
+    tested = agent(*(worker(f"{TEST_INSTANCE_PREFIX}1/0/0", peers=w.peers, rooms=w.rooms) for w in state.workers))
+    assert findings(tested, RULES) == ()
+
+
+def test_each_finding_of_the_table_is_reached_by_a_test_of_this_file() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [code for code in KINDS if f'"{code}"' not in text] == []
+
+
+def test_findings_come_with_the_worst_first_and_say_since_when_they_hold() -> None:
+    now = iter([100.0, 110.0, 120.0, 130.0])
+    judge = Judge(RULES, lambda: next(now))
+    one = agent(worker(mismatches=1, mismatch="m"), restarts_lately=1, self_test=PASSED, draining=True)
+    assert [(f.code, f.since_unix_s) for f in judge.findings(one)] == [
+        ("Draining", 100.0), ("DigestsDiffer", 100.0), ("WorkersRestarted", 100.0),
+    ]  # fmt: skip
+    # The text changes with the count: it is another observation.
+    more = agent(worker(mismatches=2, mismatch="m"), self_test=PASSED, draining=True)
+    assert [(f.code, f.since_unix_s) for f in judge.findings(more)] == [("Draining", 100.0), ("DigestsDiffer", 110.0)]
+    assert judge.findings(agent(worker())) == ()
+    assert [f.since_unix_s for f in judge.findings(one)] == [130.0] * 3
+
+
+def test_a_killed_process_names_the_memory_of_the_container_as_the_way_out() -> None:
+    facts = structs.NodeFacts(descriptors=1 << 20, memory_limit_bytes=1 << 30)
+    failed = msgspec.structs.replace(PASSED, error="the self-test ended with -9 and said nothing")
+    state = agent(worker(self_test=failed), dying=("a/0 ended with -9",), node_facts=facts)
+    assert ["its limit is 1024 MiB: raise the memory" in finding.way_out for finding in findings(state, RULES)] == [
+        True
+    ] * 2
+    (other,) = findings(agent(worker(), dying=("a/0 ended with -11",), node_facts=facts), RULES)
+    assert other.way_out == KINDS["WorkersDying"].remedy
+
+
+def test_findings_are_counted_by_worker_and_code() -> None:
+    state = agent(worker(peers=(peer(state="lost"), peer(rank=1, state="lost"))), draining=True)
+    lines = [
+        line
+        for line in asked(state, "/metrics").text.splitlines()
+        if line.startswith("longshore_findings{") and not line.endswith(" 0")
+    ]
+    assert lines == [
+        'longshore_findings{worker="supervisor",code="Draining"} 1', 'longshore_findings{worker="d/0",code="PeerLost"} 2',
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from agent_fleet import World
 from agent_world import Agent, Engine, Request, wait_for
 
+from longshore_agent.status.snapshot import LATELY_S
 from longshore_agent.supervisor.restarts import RANKS_MAX, STEADY_S, Restarts
 from longshore_wire.effects import PeerId
 
@@ -70,10 +71,18 @@ def test_three_deaths_within_a_minute_are_told_of_until_the_last_is_a_minute_old
     assert restarts.dying(400.0) == told
 
 
+def test_restarts_of_the_last_quarter_of_an_hour_are_counted() -> None:
+    restarts = Restarts(wait_min_s=1.0, wait_max_s=30.0)
+    restarts.died(KEY, STEADY_S, "it ended with -11", 100.0)
+    restarts.replaced(KEY, 200.0)
+    counts = [restarts.lately(now_s) for now_s in (200.0, 100.0 + LATELY_S, 101.0 + LATELY_S, 201.0 + LATELY_S)]
+    assert (counts, restarts.total) == ([2, 2, 1, 0], 2)
+
+
 def test_ranks_that_never_come_back_are_forgotten_and_the_sum_is_not() -> None:
     restarts = Restarts(wait_min_s=1.0, wait_max_s=8.0)
     for rank in range(RANKS_MAX + 10):
-        restarts.replaced(PeerId("many", 0, rank))
+        restarts.replaced(PeerId("many", 0, rank), 100.0)
     assert (restarts.count(PeerId("many", 0, 9)), restarts.count(PeerId("many", 0, 10))) == (0, 1)
     assert restarts.total == RANKS_MAX + 10
 

@@ -23,11 +23,11 @@ from agent_world import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from status_scene import BIG_ROOM, MODEL, RULES, Source, agent, layout, room, worker
 
-from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
 from longshore_agent.status.server import StatusServer, serve
 from longshore_agent.status.spans import Span
 from longshore_agent.supervisor.snapshots import Snapshots
+from longshore_spec import status as structs
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
 from longshore_wire.layout import PageOrder

@@ -9,9 +9,9 @@ import pytest
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
-from longshore_agent.status.snapshot import EngineStatus, InstanceStatus, PoolStatus
 from longshore_agent.worker import config as worker_config
 from longshore_agent.worker.config import WorkerConfig
+from longshore_spec.status import EngineStatus, InstanceStatus, PoolStatus
 from longshore_wire.claims import Wanted, chosen_way
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import LayoutError, LongshoreError, RoomError

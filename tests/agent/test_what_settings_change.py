@@ -9,10 +9,10 @@ from core_outputs import effects_of, messages_of
 from status_scene import agent, worker
 
 from longshore_agent.settings import Settings
-from longshore_agent.status.checks import Rules, readiness
-from longshore_agent.status.snapshot import WorkerState
+from longshore_agent.status.findings import Rules, readiness
 from longshore_agent.worker import config as orders
 from longshore_agent.worker.config import WorkerConfig
+from longshore_spec.status import WorkerState
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress

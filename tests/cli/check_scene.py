@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import status_scene
 
-from longshore_agent.status import snapshot as structs
-from longshore_agent.status.node_facts import NodeFacts
+from longshore_agent.status.findings import findings
+from longshore_agent.status.snapshot import WorkerSnapshot
 from longshore_cli import operator_deployments
 from longshore_cli.agent_report import report_of
 from longshore_cli.analyze.definition import parse
@@ -23,8 +23,10 @@ from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import AgentPod, DeniedError
 from longshore_cli.operator_deployments import Operator
 from longshore_spec import manifest
+from longshore_spec import status as structs
 from longshore_spec.definition import ANNOTATION, digest
 from longshore_spec.manifest import Spec
+from longshore_spec.status import NodeFacts
 
 ROOT = Path(__file__).parents[2]
 CRD_TEXT = (ROOT / "crds" / "disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
@@ -174,16 +176,20 @@ def peer(instance: str, wire: str = "SharedMemory", **changes: Any) -> structs.P
     return structs.PeerStatus(**fields | changes)
 
 
-def worker(name: str, wire: str = "SharedMemory", to: str = "other", **changes: Any) -> structs.WorkerSnapshot:
+def worker(name: str, wire: str = "SharedMemory", to: str = "other", **changes: Any) -> WorkerSnapshot:
     fields: Body = {"engines": (engine(name),), "peers": (peer(to, wire),), "data_path": "Filtered"}
     return status_scene.worker(f"{name}/0", **fields | changes)
 
 
-def page(*workers: structs.WorkerSnapshot, **changes: Any) -> Body:
-    """What an agent answers on `/v1/status`, made by its own types."""
-    fields: Body = {"version": RELEASE, "node_facts": FACTS}
-    found: Body = msgspec.json.decode(msgspec.json.encode(status_scene.agent(*workers, **fields | changes).status()))
-    return found
+RULES = msgspec.structs.replace(status_scene.RULES, mps=True, staging_bytes=4 << 30)
+
+
+def page(*workers: WorkerSnapshot, **changes: Any) -> Body:
+    """What an agent answers on `/v1/status`, made by its own types and judged by itself."""
+    fields: Body = {"version": RELEASE, "node_facts": FACTS, "self_test": status_scene.PASSED}
+    snapshot = status_scene.agent(*workers, **fields | changes)
+    body: Body = msgspec.to_builtins(snapshot.status(findings(snapshot, RULES)))
+    return body
 
 
 def reached(*pages: Body | Exception) -> list[Reached]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -11,8 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import status_scene
 from rich.console import Console
 
+from longshore_agent.status.findings import findings
+from longshore_agent.status.snapshot import WorkerSnapshot
 from longshore_cli.agent_report import Report, report_of, with_rates
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.main import main
@@ -21,6 +25,7 @@ from longshore_cli.status import facts, shown
 from longshore_cli.status.facts import Agent, Deployment
 from longshore_cli.status.reading import Reader
 from longshore_cli.status_pages import AgentPageError
+from longshore_spec.status import EngineStatus, LayoutStatus, PeerStatus, RingStatus, Severity, WorkerState
 
 COLUMNS = 80
 HOSTILE = "bad\x1b[2J\n[bold]name[/bold]\u202e"
@@ -31,20 +36,33 @@ longshore_rooms_total{worker="p/0/0",half="source",outcome="cancelled",reason="c
 """
 
 
-def peer(instance: str = "d", bytes_moved: int = 0, **more: Any) -> dict[str, Any]:
-    base = {"instance": instance, "dp_rank": 0, "rank": 0, "half": "source", "state": "attached", "wire": "NVLink"}
-    return base | {"ways": ["staged"], "bytes_moved": bytes_moved} | more
+def peer(instance: str = "d", bytes_moved: int = 0, **more: Any) -> PeerStatus:
+    fields: dict[str, Any] = {
+        "dp_rank": 0,
+        "rank": 0,
+        "half": "source",
+        "state": "attached",
+        "wire": "NVLink",
+        "epoch": "1",
+    }
+    return PeerStatus(instance, **fields | {"ways": ("staged",), "bytes_moved": bytes_moved} | more)
 
 
-def worker(*peers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    engine = {"instance": "p", "rank": 0, "roles": ["source"], "pid": 7, "connected_s": 60.0}
-    base = {"worker": "p/0/0", "epoch": "1", "state": "ready", "device": "GPU-1", "engines": [engine], "peers": peers}
-    return base | more
+def worker(*peers: PeerStatus, **more: Any) -> WorkerSnapshot:
+    engine = EngineStatus("p", 0, ("source",), LayoutStatus.of(status_scene.layout(1)), pid=7, connected_s=60.0)
+    fields = {"worker": "p/0/0", "epoch": "1", "device": "GPU-1", "engines": (engine,), "peers": peers}
+    return status_scene.worker(**fields | more)
 
 
-def report(*workers: dict[str, Any], uptime_s: float = 100.0, **more: Any) -> Report:
-    page = {"deployment": "team/llama", "node": "n", "version": "0.1.0", "uptime_s": uptime_s, "workers": workers}
-    return report_of("http://a", page | more, MetricsPage(METRICS))
+def page(*workers: WorkerSnapshot, **more: Any) -> Any:
+    """Return an agent's `/v1/status`, decoded."""
+    fields = {"deployment": "team/llama", "node": "n", "version": "0.1.0", "self_test": status_scene.PASSED}
+    snapshot = status_scene.agent(*workers, **fields | more)
+    return msgspec.to_builtins(snapshot.status(findings(snapshot, status_scene.RULES)))
+
+
+def report(*workers: WorkerSnapshot, uptime_s: float = 100.0, **more: Any) -> Report:
+    return report_of("http://a", page(*workers, uptime_s=uptime_s, **more), MetricsPage(METRICS))
 
 
 def agent(name: str = "node-1", found: Report | None = None, **more: Any) -> Agent:
@@ -81,11 +99,11 @@ def test_rates_are_differences_by_the_agents_own_clock_and_those_of_another_life
         worker(peer(bytes_moved=4_000_000_000), peer("e", 1_000_000_000), peer("f", 500_000_000)), uptime_s=102
     )
     (found,) = with_rates(after, before).workers
-    assert [pair.gb_per_s for pair in found.pairs] == [1.5, 0.5, 0.25]
+    assert [pair.gb_per_s for pair in found.peers] == [1.5, 0.5, 0.25]
     assert (found.sent_gb_per_s, found.received_gb_per_s) == (2.25, 0.0)
     restarted = msgspec.structs.replace(after, started_unix_s=9.0)
     for other in (with_rates(after, None), with_rates(restarted, before), with_rates(before, before)):
-        assert [pair.gb_per_s for pair in other.workers[0].pairs if pair.instance == "d"] == [None]
+        assert [pair.gb_per_s for pair in other.workers[0].peers if pair.instance == "d"] == [None]
     (replaced,) = with_rates(report(worker(peer(), epoch="2"), uptime_s=103), before).workers
     assert replaced.sent_gb_per_s is None
 
@@ -96,17 +114,26 @@ def test_ended_rooms_are_counted_by_outcome_and_failures_by_reason() -> None:
 
 
 def test_a_page_that_is_none_of_an_agent_is_refused_with_the_field() -> None:
-    with pytest.raises(AgentPageError, match=r"http://a/v1/status: .*workers"):
-        report_of("http://a", {"workers": [{"worker": 7}]}, MetricsPage(""))
+    with pytest.raises(AgentPageError, match=r"http://a/v1/status: .*workers\[0\]\.worker"):
+        report_of("http://a", page() | {"workers": [{"worker": 7}]}, MetricsPage(""))
+    untold = page()
+    del untold["findings"]
+    with pytest.raises(AgentPageError, match=r"missing required field `findings`: is an agent of this release there"):
+        report_of("http://a", untold)
+    # An agent of a newer release has more fields, states and severities.
+    newer = page(worker()) | {"news": 1, "findings": [FOUND]}
+    newer["workers"] = [newer["workers"][0] | {"state": "resting", "news": 1}]
+    known = report_of("http://a", newer)
+    assert (known.workers[0].state, known.findings[0].severity) == (WorkerState.UNKNOWN, Severity.WARNING)
 
 
 # Children of a process that has converted nothing yet. Each crashes in two of three runs if nothing prepares the types.
 RACES = """
-import os, sys, threading
+import json, os, sys, threading
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.agent_report import report_of
 
-PAGE = {"workers": [{"worker": "p/0/0", "engines": [{"instance": "p"}], "peers": [{"instance": "d"}]}]}
+PAGE = json.loads(sys.argv[1])
 
 def race():
     start = threading.Barrier(64)
@@ -132,10 +159,13 @@ for _ in range(20):
 
 
 def test_many_threads_may_make_the_first_reports_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", RACES], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RACES, json.dumps(page(worker(peer())))], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["0"] * 20, done.stderr
 
 
+FOUND = {"code": "New", "severity": "grave", "text": "t", "way_out": "w", "link": "l"}
 LOST = worker(peer(state="lost", error="was silent"))
 
 
@@ -154,12 +184,12 @@ LOST = worker(peer(state="lost", error="was silent"))
             [agent("node-1", report(LOST)), Agent(name="node-2", silent="timed out")],
             "agent on node-2 is silent: timed out",
         ),
-        ({}, [agent(found=report(LOST, unready=["WorkerFailed: dead"]))], "agent on node-1: WorkerFailed: dead"),
-        ({}, [agent(found=report(LOST))], "agent on node-1: worker p/0/0: d/0/0 is lost: was silent"),
+        ({}, [agent(found=report(LOST, draining=True))], "agent on node-1: Draining: the agent stops and takes no new engines or rooms"),
+        ({}, [agent(found=report(LOST))], "agent on node-1: PeerLost: worker p/0/0: d/0/0 is lost: was silent"),
         (
             {},
-            [agent(found=report(worker(ring={"capacity_bytes": 100, "used_bytes": 0, "held_bytes": 11})))],
-            "agent on node-1: worker p/0/0: 11% of its ring is in quarantine",
+            [agent(found=report(worker(ring=RingStatus(100, 0, 11, 1))))],
+            "agent on node-1: QuarantineHigh: worker p/0/0: more than 10% of its ring is in quarantine",
         ),
         (
             {"conditions": [condition("Ready", "True", "Ready"), condition("EnginesConnected", "Unknown", "NoEngines")]},
@@ -173,8 +203,8 @@ LOST = worker(peer(state="lost", error="was silent"))
         ),
         (
             {"conditions": [condition("Ready", "True", "Ready"), condition("NodesShared", "False", "NodesOwn"), condition("Progressing", "False", "Settled")]},
-            [agent(found=report(worker(oldest_rooms=[{"room": "9", "instance": "p", "half": "target", "state": "open", "age_s": 61.0}])))],
-            "agent on node-1: room 9 of p is open for 61 s",
+            [agent(found=report(worker(rooms=(msgspec.structs.replace(status_scene.room(9), age_s=61.0),))))],
+            "agent on node-1: RoomOld: worker p/0/0: room 9 of p is open for more than 60 s",
         ),
     ],
 )  # fmt: skip
@@ -202,7 +232,12 @@ def test_two_hundred_agents_are_folded_to_those_with_faults_and_all_shows_each()
     assert len(lines) < 24
     text = "\n".join(lines)
     assert "198 healthy agents: 198 engine ranks, 198 pairs staged over NVLink" in text
-    for name in ("node-198: ready", "d/0/0: lost: was silent", "node-199: silent"):
+    for name in (
+        "node-198: ready",
+        "PeerLost: worker p/0/0: d/0/0 is lost: was silent",
+        "to d/0/0: lost",
+        "node-199: silent",
+    ):
         assert name in text
     assert "node-7:" not in text
     whole = drawn(found, every=True)

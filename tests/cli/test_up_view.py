@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import status_scene
 
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.up import view
 from longshore_cli.up.view import Looker, watch
+from longshore_spec.status import EngineStatus, LayoutStatus, PeerStatus
 
 
 class Agent:
@@ -21,8 +24,10 @@ class Agent:
     def status(self):
         if not self.answers:
             raise LocalAgentError("GET /v1/status: timed out")
-        peers = [{"instance": "d", "error": text} for text in ("", self.error)]
-        return {"workers": [{"worker": "p/0/0", "engines": [{"instance": "p"}], "rooms_open": 2, "peers": peers}]}
+        peers = tuple(PeerStatus("d", 0, 0, "attached", "TCP", "1", error) for error in ("", self.error))
+        engines = (EngineStatus("p", 0, ("source",), LayoutStatus.of(status_scene.layout(1))),)
+        worker = status_scene.worker("p/0/0", engines=engines, rooms_open=2, peers=peers)
+        return msgspec.to_builtins(status_scene.agent(worker).status())
 
     def metrics(self):
         return MetricsPage("")

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from longshore_agent.status.snapshot import SelfTest
 from longshore_lab import bare_path, rate
+from longshore_spec.status import SelfTest
 from longshore_wire.layout import ModelShape
 
 # Every interpreter imports it at its start, so that the programs' children print, too. UCX prints like this on a busy

@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
+import status_scene
+
+from longshore_agent.status.findings import findings
+from longshore_agent.status.snapshot import WorkerSnapshot
 from longshore_operator import kinds, names
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Moment, Observed, observe
 from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory
-from longshore_operator.reports import AgentReport, Engine, Instance, Peer, Worker
 from longshore_operator.settings import ALLOWABLE
 from longshore_operator.world import Key, Poll, World
+from longshore_spec.findings import KINDS
+from longshore_spec.status import AgentStatus, EngineStatus, Finding, InstanceStatus, LayoutStatus, PeerStatus
 
 Body = dict[str, Any]
 # An administrator who allows everything.
@@ -125,7 +131,7 @@ class Scene:
         ready: bool = True,
         trouble: str = "",
         starting: bool = False,
-        said: AgentReport | None = None,
+        said: AgentStatus | None = None,
         age_s: float = 1.0,
         asked: bool = True,
         keys: str = "",
@@ -186,14 +192,44 @@ def settled(**spec: Any) -> Scene:
     return scene
 
 
-def said(*instances: Instance, peers: tuple[Peer, ...] = ()) -> AgentReport:
-    engines = tuple(Engine(entry.instance, 0, entry.roles) for entry in instances)
-    return AgentReport("team/llama", "n", instances=instances, workers=(Worker("w", engines, peers),))
+def said(
+    *instances: InstanceStatus,
+    peers: tuple[PeerStatus, ...] = (),
+    workers: tuple[WorkerSnapshot, ...] | None = None,
+    **more: Any,
+) -> AgentStatus:
+    """Return what an agent says, with what it finds wrong.
+
+    Args:
+        workers: the default is one with an engine of each instance and these peers.
+    """
+    if workers is None:
+        engines = tuple(engine(entry.instance, *entry.roles) for entry in instances)
+        workers = (status_scene.worker("w", engines=engines, peers=peers),) if instances or peers else ()
+    fields = {"deployment": "team/llama", "instances": instances, "self_test": status_scene.PASSED} | more
+    snapshot = status_scene.agent(*workers, **fields)
+    return snapshot.status(findings(snapshot, status_scene.RULES)).without_measures()
 
 
-def peer(name: str = "d", wire: str = "NVLink", state: str = "attached", **more: Any) -> Peer:
-    return Peer(name, 0, 0, state, wire, **more)
+def finds(code: str, text: str) -> AgentStatus:
+    """Return what an agent with this finding says."""
+    kind = KINDS[code]
+    found = (Finding(code, kind.severity, text, kind.remedy, kind.link),)
+    return msgspec.structs.replace(said(), findings=found)
 
 
-PREFILL = Instance("p", ("source",))
-DECODE = Instance("d", ("target",))
+def engine(name: str, *roles: str) -> EngineStatus:
+    return EngineStatus(name, 0, roles, LAYOUT)
+
+
+def instance(name: str, *roles: str, complete: bool = True) -> InstanceStatus:
+    return InstanceStatus(name, roles, LAYOUT, (), complete=complete)
+
+
+def peer(name: str = "d", wire: str = "NVLink", state: str = "attached", **more: Any) -> PeerStatus:
+    return PeerStatus(name, 0, 0, state, wire, "1", **more)
+
+
+LAYOUT = LayoutStatus.of(status_scene.layout(1))
+PREFILL = instance("p", "source")
+DECODE = instance("d", "target")

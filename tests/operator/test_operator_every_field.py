@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_scene import Scene, said, settled
+from operator_scene import Scene, instance, said, settled
 
 from longshore_agent.settings import Settings
 from longshore_agent.supervisor.reception import Reception
-from longshore_operator.reports import Instance
 from longshore_spec.agent_config import AgentConfig, Backend, Decode, Prefill, Target, load
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import LayoutError
@@ -245,7 +244,7 @@ def test_a_raised_revision_of_keys_asks_for_new_ones() -> None:
 def test_expected_instances_are_counted_and_missed(role: str, half: str) -> None:
     def engines(instances: int | None) -> tuple[str, Any]:
         scene = settled(**(BASE if instances is None else changed(f"{role}.instances", instances)))
-        scene.put_agent("a", said=said(Instance("one", (half,))))
+        scene.put_agent("a", said=said(instance("one", half)))
         scene.put_agent("b", said=said())
         status = scene.decide().status
         assert status is not None

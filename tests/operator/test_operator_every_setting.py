@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from held_api import DEPLOYMENT_COUNT, HOST, LIMIT_S, ApiServer, Running, free_port
-from operator_scene import KEY, Scene
+from operator_scene import KEY, Scene, said
 from test_operator_lease import Server as LeaseServer
 
 from longshore_operator import kinds, names
@@ -28,7 +28,6 @@ from longshore_operator.lease import Mutex
 from longshore_operator.metrics import Metrics
 from longshore_operator.polling import Poller
 from longshore_operator.reconcile import Reconciler, look_at_all
-from longshore_operator.reports import AgentReport
 from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Poll, World
@@ -436,8 +435,8 @@ def test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_
 @pytest.mark.parametrize(("stale_s", "silent"), [(5.0, True), (60.0, False)])
 def test_an_answer_counts_for_as_long_as_is_set(stale_s: float, *, silent: bool) -> None:
     scene = Scene()
-    scene.put_agent("a", said=AgentReport("team/llama", "a"))
-    scene.world.answered("Pod-llama-a", Poll(time.monotonic() - 20, AgentReport("team/llama", "a")))
+    scene.put_agent("a", said=said())
+    scene.world.answered("Pod-llama-a", Poll(time.monotonic() - 20, said()))
     observed = reconciler(scene.world, poll_stale_s=stale_s)._observe(KEY)
     assert observed is not None
     assert [agent.silent for agent in observed.agents] == [silent]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_scene import KEY, Scene, settled
+from operator_scene import KEY, Scene, said, settled
 
 from longshore_operator.decide.placement import place
 from longshore_operator.observe import Warned, newest_warnings
-from longshore_operator.reports import AgentReport
 from longshore_operator.world import ChildKey, Node
 from longshore_spec.taints import Taint
 
@@ -117,10 +116,10 @@ def test_an_agent_that_reports_another_config_than_its_pods_is_not_updated() -> 
     scene = settled()
     current = scene.configs()
     for config, updated in ((current, 1), ({"prefill": "older", "decode": "older"}, 0), ({}, 1)):
-        scene.put_agent("a", said=AgentReport("team/llama", "a", config=config))
+        scene.put_agent("a", said=said(config=config))
         assert role_of(scene, "prefill")["updatedAgents"] == updated
         assert scene.reasons()["AgentsReady"] == ("AllAgentsReady" if updated else "AgentsOutdated")
-    scene.put_agent("a", config="older", said=AgentReport("team/llama", "a", config=current))
+    scene.put_agent("a", config="older", said=said(config=current))
     assert role_of(scene, "prefill")["updatedAgents"] == 1
 
 

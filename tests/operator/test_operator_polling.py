@@ -9,9 +9,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import status_scene
 from aiohttp import web
 from operator_scene import KEY, PREFILL, Scene, said, settled
 
+from longshore_agent.status.findings import findings
 from longshore_operator import kinds, names
 from longshore_operator.observe import Moment, observe
 from longshore_operator.polling import Poller
@@ -229,3 +231,22 @@ def _role(name: str, tensor_parallel: int, **more: Any) -> dict[str, Any]:
 
 def _reason(scene: Scene) -> str:
     return scene.reasons()["EnginesConnected"]
+
+
+def test_what_changes_while_nothing_happens_is_no_change_and_a_finding_is(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=True)
+        for uptime_s, worker, new in (
+            (1.0, status_scene.worker("w", silent_s=0.1), True),
+            (11.0, status_scene.worker("w", silent_s=0.2, rooms=(status_scene.room(7),), rooms_open=1), False),
+            (21.0, status_scene.worker("w", silent_s=10.2), True),
+            (31.0, status_scene.worker("w", silent_s=20.2), False),
+        ):
+            snapshot = status_scene.agent(worker, uptime_s=uptime_s)
+            one.answer = msgspec.json.encode(snapshot.status(findings(snapshot, status_scene.RULES)))
+            await one.sweep(10)
+            assert bool(len(one.queue)) is new, uptime_s
+            if new:
+                one.queue.done(await one.queue.take(), failed=False)
+
+    asked(monkeypatch, scenario)

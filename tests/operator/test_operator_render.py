@@ -14,9 +14,8 @@ from operator_scene import KEY, Scene, settled
 
 from longshore_agent.control.curve import KEYS_FILE, PREVIOUS_FILE, CurveKeys
 from longshore_agent.settings import Settings as AgentSettings
-from longshore_agent.status.snapshot import AgentStatus
 from longshore_cli.analyze.definition import parse
-from longshore_operator import keys, kinds, names, reports
+from longshore_operator import keys, kinds, names
 from longshore_operator.reference import CRD, pages
 from longshore_operator.render.children import keys_secret
 from longshore_operator.settings import Settings
@@ -272,17 +271,6 @@ def test_keys_do_not_show_their_secret_halves() -> None:
 
 def test_no_two_deployments_share_keys() -> None:
     assert keys.make().text != keys.make().text
-
-
-def test_what_is_read_of_an_agent_is_what_agents_say() -> None:
-    def names(kind: Any) -> set[str]:
-        return set(kind.__struct_fields__)
-
-    assert names(reports.AgentReport) <= names(AgentStatus)
-    status = AgentStatus(deployment="a/b", node="n", version="1", backend="NIXL", started_unix_s=0.0, uptime_s=0.0)
-    assert reports.read(msgspec.json.encode(status)) == reports.AgentReport("a/b", "n")
-    with pytest.raises(ValueError, match="deployment"):
-        reports.read(b"{}")
 
 
 def test_the_definition_the_models_and_the_chart_have_the_same_fields() -> None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from operator_scene import DECODE, PREFILL, Scene, peer, settled
+from operator_scene import DECODE, PREFILL, Scene, engine, instance, peer, said, settled
+from status_scene import worker
 
-from longshore_operator.reports import AgentReport, Engine, Instance, Peer, Worker
+from longshore_spec.status import AgentStatus, InstanceStatus, PeerStatus
 from longshore_wire.names import TEST_INSTANCE_PREFIX
 
-TESTED = Instance(f"{TEST_INSTANCE_PREFIX}prefill-1", ("source",))
-TESTING = Instance(f"{TEST_INSTANCE_PREFIX}decode-1", ("target",))
+TESTED = instance(f"{TEST_INSTANCE_PREFIX}prefill-1", "source")
+TESTING = instance(f"{TEST_INSTANCE_PREFIX}decode-1", "target")
 # As a worker of a test instance sees one that has left.
-LOST = Peer(TESTED.instance, 0, 0, "lost", "TCP")
+LOST = peer(TESTED.instance, "TCP", "lost")
 
 
-def report(node: str, *instances: Instance, peers: tuple[Peer, ...] = ()) -> AgentReport:
+def report(node: str, *instances: InstanceStatus, peers: tuple[PeerStatus, ...] = ()) -> AgentStatus:
     workers = tuple(
-        Worker(f"{entry.instance}/0/0", (Engine(entry.instance, 0, entry.roles),), peers, "Open") for entry in instances
+        worker(f"{entry.instance}/0/0", engines=(engine(entry.instance, *entry.roles),), peers=peers, data_path="Open")
+        for entry in instances
     )
-    return AgentReport("team/llama", node, instances=instances, workers=workers)
+    return said(*instances, workers=workers, node=node)
 
 
-def scene(prefill: AgentReport, decode: AgentReport) -> Scene:
+def scene(prefill: AgentStatus, decode: AgentStatus) -> Scene:
     found = settled()
     found.body["spec"]["prefill"]["instances"] = found.body["spec"]["decode"]["instances"] = 1
     found.put_agent("a", said=prefill)
@@ -39,7 +41,7 @@ def test_test_instances_change_nothing_in_the_status_of_a_deployment_with_engine
 
 
 def test_a_deployment_with_test_instances_alone_has_no_engines() -> None:
-    partial = Instance(f"{TEST_INSTANCE_PREFIX}decode-2", ("target",), complete=False)
+    partial = instance(f"{TEST_INSTANCE_PREFIX}decode-2", "target", complete=False)
     tested = scene(report("a", TESTED, peers=(LOST,)), report("b", TESTING, partial, peers=(LOST,)))
     assert tested.reasons()["EnginesConnected"] == "NoEngines"
     assert tested.decide().status["decode"]["instances"] == 0

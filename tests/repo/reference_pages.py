@@ -20,9 +20,12 @@ import longshore_cli.main
 import longshore_operator.main
 from longshore_agent.status.app import create_app
 from longshore_agent.status.server import OPEN_PATHS, REQUESTS_MAX
+from longshore_spec import findings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("docs/reference")
+RUNBOOKS = Path("docs/runbooks.md")
+FINDINGS_MARK = "<!-- Made by `make reference` from `longshore_spec.findings`; do not edit below. -->\n"
 MADE = "<!-- Made by `make reference`; do not edit. -->\n"
 
 Program = Callable[[Sequence[str]], int]
@@ -42,7 +45,15 @@ LEAD = (
 
 def pages() -> dict[Path, str]:
     """Return each page by its path below the root."""
-    return {FOLDER / "cli.md": cli_page(), FOLDER / "http.md": http_page()}
+    return {FOLDER / "cli.md": cli_page(), FOLDER / "http.md": http_page(), RUNBOOKS: runbooks_page()}
+
+
+def runbooks_page() -> str:
+    """Return the runbooks with the sections of all findings below their mark."""
+    text = (ROOT / RUNBOOKS).read_text(encoding="utf-8")
+    head, mark, _ = text.partition(FINDINGS_MARK)
+    assert mark, f"{RUNBOOKS} has no line {FINDINGS_MARK!r}"
+    return f"{head}{mark}\n{findings.reference()}\n"
 
 
 # ---------------------------------------------------------------- the command line

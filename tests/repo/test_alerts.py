@@ -16,6 +16,7 @@ from tree_of_files import ROOT
 
 from longshore_agent.status.metric_table import TABLE, Kind, Metric
 from longshore_operator.metrics import Metrics
+from longshore_spec.findings import CODES
 
 CHART = ROOT / "charts" / "longshore" / "files"
 RUNBOOKS = ROOT / "docs" / "runbooks.md"
@@ -128,8 +129,11 @@ def test_an_alert_says_how_bad_it_is_and_has_a_runbook(alert: Rule) -> None:
 
 
 def test_a_runbook_is_that_of_an_alert() -> None:
-    titles = re.findall(r"^## (.*)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert titles == [alert["alert"] for alert in alerts()]
+    text = RUNBOOKS.read_text(encoding="utf-8")
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert titles == [*(alert["alert"] for alert in alerts()), "Findings"]
+    # Their text is compared with the table by test_reference_pages.
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == list(CODES)
 
 
 def test_commands_of_the_runbooks_print_what_they_look_for() -> None:

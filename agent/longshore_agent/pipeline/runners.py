@@ -29,7 +29,7 @@ from longshore_agent.pipeline.slabs import (
     still_wanted,
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
-from longshore_agent.status.snapshot import LaneStatus
+from longshore_spec.status import LaneStatus
 from longshore_wire.names import UNKNOWN_WIRE, wire_name
 from longshore_wire.plan import Way
 

@@ -20,11 +20,12 @@ from starlette.routing import Route
 
 from longshore_agent.settings import Settings
 from longshore_agent.status import rooms, web_page
-from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness, unready
-from longshore_agent.status.metrics import CONTENT_TYPE, MetricsSnapshot, ready, render
+from longshore_agent.status.findings import Check, Judge, Rules, Verdict, liveness
+from longshore_agent.status.metrics import CONTENT_TYPE, MetricsSnapshot, judged, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
-from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
+from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_agent.transports.own_network import host_identity
+from longshore_spec.status import AgentStatus, InstanceStatus
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 
@@ -87,10 +88,10 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
         plan_defaults: values for fields that a query of a plan omits.
     """
     app = FastAPI(title="Longshore agent", docs_url=None, redoc_url=None, openapi_url=None)
-    rules = rules or Rules.of(Settings())
+    judge = Judge(rules or Rules.of(Settings()))
     _add_web_page(app)
-    _add_health(app, source, rules)
-    _add_status(app, source, rules)
+    _add_health(app, source, judge)
+    _add_status(app, source, judge)
     _add_rooms(app, source)
     _add_plans(app, source, plan_defaults or PlanDefaults())
     _add_openapi(app)
@@ -108,7 +109,7 @@ def _add_web_page(app: FastAPI) -> None:
         return Response(web_page.BODY, headers=headers)
 
 
-def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
+def _add_health(app: FastAPI, source: StatusSource, judge: Judge) -> None:
     @app.get("/healthz", **_answers(Verdict, {503: Verdict}))
     def healthz() -> Response:
         """Whether the supervisor works. If not, the agent must be restarted."""
@@ -118,7 +119,7 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     @app.get("/readyz", **_answers(Verdict, {503: Verdict}))
     def readyz() -> Response:
         """Whether engines may use this agent, with every check and its reason."""
-        verdict = _judged(source, lambda snapshot: readiness(snapshot, rules))
+        verdict = _judged(source, judge.readiness)
         return _json(verdict, 200 if verdict.ok else 503)
 
     @app.get(
@@ -130,18 +131,22 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     def metrics() -> Response:
         """All metrics of the supervisor and of each worker, for Prometheus."""
         snapshot = _asked(source)
-        own = MetricsSnapshot((*ready(readiness(snapshot, rules).ok).series, *snapshot.metrics.series))
-        found = {SUPERVISOR: own} | {worker.worker: worker.metrics for worker in snapshot.workers}
-        assert len(found) == len(snapshot.workers) + 1, [worker.worker for worker in snapshot.workers]
-        return Response(render(found), headers={"content-type": CONTENT_TYPE})
+        findings, ready = judge.findings(snapshot), judge.readiness(snapshot).ok
+        counts = {SUPERVISOR: (*judged(findings, "", ready=ready), *snapshot.metrics.series)}
+        counts |= {
+            worker.worker: (*judged(findings, worker.worker), *worker.metrics.series) for worker in snapshot.workers
+        }
+        assert len(counts) == len(snapshot.workers) + 1, [worker.worker for worker in snapshot.workers]
+        text = render({name: MetricsSnapshot(series) for name, series in counts.items()})
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def _add_status(app: FastAPI, source: StatusSource, rules: Rules) -> None:
+def _add_status(app: FastAPI, source: StatusSource, judge: Judge) -> None:
     @app.get("/v1/status", **_answers(AgentStatus))
     def status() -> Response:
-        """The agent, its workers, engines, peers, rings and lanes. Rooms and metrics have their own pages."""
+        """The agent, what is wrong with it, its workers, engines, peers, rings and lanes. Rooms and metrics have their own pages."""
         snapshot = _asked(source)
-        return _json(msgspec.structs.replace(snapshot.status(), unready=unready(snapshot, rules)))
+        return _json(snapshot.status(judge.findings(snapshot)))
 
     @app.get("/v1/bootstrap", **_answers(InstanceList))
     def bootstrap() -> Response:

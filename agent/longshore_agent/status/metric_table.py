@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from longshore_spec.findings import CODES
 from longshore_spec.names import PROTECTIONS
+from longshore_spec.status import ATTACHED, CONNECTING, LOST, REFUSED
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE, Wire
@@ -33,13 +35,14 @@ OUTCOMES = ("done", "failed", "cancelled")
 WIRES = (*(wire.value for wire in Wire), UNKNOWN_WIRE)
 # The wire of direct copies, which no transport makes.
 NO_WIRE = "None"
-PEER_STATES = ("connecting", "attached", "refused", "lost")
+PEER_STATES = (CONNECTING, ATTACHED, REFUSED, LOST)
 REASONS = tuple(reason.label for reason in Reason)
 # 10 us to 10 s: from one CPU gather of a small slab to a peer that is nearly lost.
 SECONDS_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
-# Whether the agent is ready. The page sets it from the verdict of /readyz; no process counts it.
+# Whether the agent is ready, and its findings. The page sets them from its verdict; no process counts them.
 READY = "longshore_ready"
+FINDINGS = "longshore_findings"
 
 _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "stage": STAGES,
@@ -52,6 +55,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "wire": (*WIRES, NO_WIRE),
     "protection": PROTECTIONS[1:],
     "result": RESULTS,
+    "code": CODES,
 }
 # Reasons with which a room fails; without one it is done, and cancelled rooms have their own outcome.
 _FAILURES = tuple(reason for reason in REASONS if reason not in {Reason.NONE.label, Reason.CANCELLED.label})
@@ -99,6 +103,13 @@ def _gauge(name: str, unit: str, labels: tuple[str, ...], meaning: str) -> Metri
 
 TABLE: tuple[Metric, ...] = (
     Metric(READY, Kind.GAUGE, "agents", (), "1 if /readyz says that engines may use this agent, else 0."),
+    Metric(
+        FINDINGS,
+        Kind.GAUGE,
+        "findings",
+        ("code",),
+        "What `/v1/status` says is wrong. Workers have no series for a code without findings.",
+    ),
     Metric(
         "longshore_stage_seconds",
         Kind.HISTOGRAM,
@@ -180,9 +191,6 @@ TABLE: tuple[Metric, ...] = (
         "peers",
         ("wire",),
         "Attached peers that a transport serves, by the wire that a probe found.",
-    ),
-    _gauge(
-        "barred_peers", "peers", (), "Attached peers whose wire transfer.wires does not allow: rooms with them fail."
     ),
     _gauge("data_ports", "ports", ("protection",), "Data ports of transports, by protection."),
     _counter(

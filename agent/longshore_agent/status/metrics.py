@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 
 import msgspec
 
-from longshore_agent.status.metric_table import NO_WIRE, READY, SHOWN_AT_ONCE, TABLE, Kind, Metric
+from longshore_agent.status.metric_table import FINDINGS, NO_WIRE, READY, SHOWN_AT_ONCE, TABLE, Kind, Metric
+from longshore_spec.findings import CODES
+from longshore_spec.status import Finding
 
 # The content type of `render`'s text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -82,9 +84,19 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
 Count = Callable[[float], None]
 
 
-def ready(verdict: bool) -> MetricsSnapshot:
-    """Return the gauge of the agent's readiness."""
-    return MetricsSnapshot((Series(READY, (), float(verdict)),))
+def judged(findings: Iterable[Finding], worker: str, *, ready: bool | None = None) -> Iterator[Series]:
+    """Yield the gauges of the findings about one worker. Those about no single worker come with all codes and the agent's readiness.
+
+    Args:
+        worker: empty: those about no single worker.
+        ready: only for these.
+    """
+    counts = Counter(finding.code for finding in findings if finding.worker == worker)
+    if ready is not None:
+        yield Series(READY, (), float(ready))
+        counts.update(dict.fromkeys(CODES, 0))
+    for code, count in sorted(counts.items()):
+        yield Series(FINDINGS, (code,), float(count))
 
 
 class Metrics:

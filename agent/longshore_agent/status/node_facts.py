@@ -10,33 +10,13 @@ import re
 import resource
 from pathlib import Path
 
-import msgspec
+from longshore_spec.status import NodeFacts
 
 # The memory limit of a container, as a process in it sees it: with cgroup v2, and with v1.
 _MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Version 1 has a number near 2^63 for no limit.
 _NO_LIMIT_BYTES = 1 << 60
 _GPU = re.compile(r"nvidia\d+")
-
-
-class NodeFacts(msgspec.Struct, frozen=True):
-    """What an agent has on its node.
-
-    Attributes:
-        memlock_bytes: memory that a process may lock, as RDMA does; null: without limit.
-        descriptors: files that a process may open.
-        memory_limit_bytes: of the agent's container; null: none is known.
-        shared_memory_bytes: size of /dev/shm.
-        gpus: device files of NVIDIA GPUs that the agent sees.
-        infiniband: names in /dev/infiniband, which RDMA opens.
-    """
-
-    memlock_bytes: int | None = None
-    descriptors: int = 0
-    memory_limit_bytes: int | None = None
-    shared_memory_bytes: int = 0
-    gpus: int = 0
-    infiniband: tuple[str, ...] = ()
 
 
 def read(root: Path = Path("/")) -> NodeFacts:

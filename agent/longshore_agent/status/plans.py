@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import EngineStatus, InstanceStatus
+from longshore_spec.status import EngineStatus, InstanceStatus
 from longshore_wire.claims import Reach, check_place, expected_way, is_near, staged_unless_forbidden
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover
 from longshore_wire.errors import LayoutError, LongshoreError, Reason

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import msgspec
 
 from longshore_agent.status.room_report import trace_id
-from longshore_agent.status.snapshot import AgentSnapshot, RoomStatus
+from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_agent.status.spans import Span
+from longshore_spec.status import RoomStatus
 
 PAGE_MAX = 1000
 ROOM_MAX = 2**64 - 1

@@ -1,371 +1,23 @@
-"""Types of an agent's state at one moment. Workers send them to the supervisor, and HTTP shows them.
+"""An agent's state at one moment: its status, with the rooms, spans and metrics that have pages of their own.
 
-Pure msgspec structs, msgpack between processes and JSON over HTTP. Their docstrings are part of the OpenAPI page.
-Ids and epochs of 64 bits are decimal text, because many JSON parsers lose digits of numbers above 2^53.
-No field holds a token or a byte of a cache.
+Workers send their part to the supervisor as msgpack, and HTTP shows it as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import Enum
-
 import msgspec
 
 from longshore_agent.status.metrics import MetricsSnapshot
-from longshore_agent.status.node_facts import NodeFacts
 from longshore_agent.status.spans import Span
-from longshore_wire.engine_messages import Endpoint, RankAddress
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, TargetMemory
+from longshore_spec.status import OLDEST_ROOMS_MAX, AgentStatus, Finding, RoomStatus, WorkerStatus
 
 # Limits of one worker's lists in a snapshot; the counts are exact. The oldest open rooms are the interesting
 # ones, so these are listed, and the newest ended ones. A requested room is always included.
 OPEN_ROOMS_LISTED_MAX = 1024
 ENDED_ROOMS_LISTED_MAX = 256
-# Of the oldest open rooms of a worker on the status page.
-OLDEST_ROOMS_MAX = 3
 SPANS_LISTED_MAX = 4096
-
-
-class WorkerState(Enum):
-    """The state of a worker."""
-
-    STARTING = "starting"
-    SELF_TESTING = "self-testing"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-class SelfTest(msgspec.Struct, frozen=True):
-    """The result of a self-test, which moves bytes by the configured backend.
-
-    Attributes:
-        wire: the wire that the bytes used, as a probe found it.
-        error: why it failed; empty if it passed.
-    """
-
-    backend: str
-    wire: str
-    bytes_moved: int
-    seconds: float
-    error: str = ""
-
-
-class LayoutStatus(msgspec.Struct, frozen=True):
-    """One rank's share of the cache; layers and heads are global, `end` is exclusive."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    element_bytes: int
-    attention: str
-    page_size: int
-    order: str
-    tp: int
-    tp_rank: int
-    pp: int
-    pp_rank: int
-    dp: int
-    dp_rank: int
-    first_layer: int
-    end_layer: int
-    first_head: int
-    end_head: int
-    layers_given: bool
-    stage_layers: tuple[int, ...] | None
-    blob_bytes: int
-
-    @classmethod
-    def of(cls, layout: KVLayout) -> LayoutStatus:
-        """Return the status of `layout`."""
-        model, parallel = layout.model, layout.parallel
-        return cls(
-            layers=model.layers,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            element_bytes=model.element_bytes,
-            attention=model.attention.name,
-            page_size=layout.page_size,
-            order=layout.order.name,
-            tp=parallel.tp,
-            tp_rank=parallel.tp_rank,
-            pp=parallel.pp,
-            pp_rank=parallel.pp_rank,
-            dp=parallel.dp,
-            dp_rank=parallel.dp_rank,
-            first_layer=layout.layers.start,
-            end_layer=layout.layers.stop,
-            first_head=layout.heads.start,
-            end_head=layout.heads.stop,
-            layers_given=layout.layer_range is not None,
-            stage_layers=layout.stage_layers,
-            blob_bytes=layout.blob_bytes,
-        )
-
-    def layout(self) -> KVLayout:
-        """Return the layout: the inverse of `of`."""
-        return KVLayout(
-            model=ModelShape(self.layers, self.kv_heads, self.head_dim, self.element_bytes, Attention[self.attention]),
-            parallel=Parallel(self.tp, self.tp_rank, self.pp, self.pp_rank, self.dp, self.dp_rank),
-            page_size=self.page_size,
-            order=PageOrder[self.order],
-            layer_range=(self.first_layer, self.end_layer) if self.layers_given else None,
-            stage_layers=self.stage_layers,
-            blob_bytes=self.blob_bytes,
-        )
-
-
-class RankStatus(msgspec.Struct, frozen=True):
-    """The address at which one rank's worker listens for peers.
-
-    Attributes:
-        device: "cpu", or the UUID of the GPU that holds its pages.
-        near: engines with the same `agent`, or with this name and `.gpu`, write its pages by way DIRECT; empty if none does.
-    """
-
-    rank: int
-    address: str
-    epoch: str
-    device: str = "cpu"
-    near: str = ""
-
-
-class InstanceStatus(msgspec.Struct, frozen=True):
-    """One replica of an engine instance that is registered with this agent.
-
-    Attributes:
-        complete: every rank of the replica is known, so peers may use it.
-        agent: the endpoint's name for the agent's life and kind of devices, which ranks compare with their `near`.
-        memory: of these workers' pages: `device` or `host`.
-    """
-
-    instance: str
-    roles: tuple[str, ...]
-    layout: LayoutStatus
-    ranks: tuple[RankStatus, ...]
-    complete: bool
-    agent: str = ""
-    memory: str = "device"
-
-    @classmethod
-    def of(
-        cls,
-        endpoint: Endpoint,
-        roles: tuple[str, ...] = (),
-        places: Mapping[int, tuple[str, str]] | None = None,
-        memory: TargetMemory = TargetMemory.DEVICE,
-    ) -> InstanceStatus:
-        """Return the status of `endpoint`.
-
-        Args:
-            roles: names of `Half` in lower case.
-            places: (`device`, `near`) by rank; the default is a CPU without `near`.
-        """
-        known = places or {}
-        return cls(
-            instance=endpoint.instance,
-            roles=roles,
-            layout=LayoutStatus.of(endpoint.layout),
-            ranks=tuple(
-                RankStatus(rank.rank, rank.address, str(rank.epoch), *known.get(rank.rank, ()))
-                for rank in endpoint.ranks
-            ),
-            complete=endpoint.complete,
-            agent=endpoint.agent,
-            memory=memory.label,
-        )
-
-    def endpoint(self) -> Endpoint:
-        """Return the endpoint: the inverse of `of`."""
-        ranks = tuple(RankAddress(rank.rank, rank.address, int(rank.epoch)) for rank in self.ranks)
-        return Endpoint(self.instance, self.layout.layout(), ranks, self.agent)
-
-
-class PoolStatus(msgspec.Struct, frozen=True):
-    """Pages that an engine shares with its worker.
-
-    Attributes:
-        mappable: the engine cannot truncate its memory. If it can, no worker writes it by way DIRECT.
-        adjacent: the elements of every row are adjacent. If not, no GPU writes it by way DIRECT.
-    """
-
-    pool: int
-    page_count: int
-    total_bytes: int
-    mappable: bool = True
-    adjacent: bool = True
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine rank at its worker.
-
-    Attributes:
-        memory: of the pages which the worker serves: `device` or `host`.
-        connected_s: seconds since it connected.
-    """
-
-    instance: str
-    rank: int
-    roles: tuple[str, ...]
-    layout: LayoutStatus
-    pools: tuple[PoolStatus, ...] = ()
-    pid: int = 0
-    memory: str = "device"
-    connected_s: float = 0.0
-
-
-class PeerStatus(msgspec.Struct, frozen=True):
-    """A worker of another engine rank, as one of our workers sees it.
-
-    Attributes:
-        state: one of `metric_table.PEER_STATES`.
-        wire: the wire between the two, as a probe found it.
-        error: why it was refused or lost, or why no transport may carry bytes between the two, with the wire, the allowed
-            wires and the remedy.
-        ways: the ways of its rooms so far. If it has only `direct`, no transport is used and the wire is irrelevant.
-        half: our half of its rooms: `source` if we send to it, `target` if we receive from it.
-        bytes_moved: bytes of finished slabs of all its rooms. Begins at 0 again if the peer is lost and attaches again.
-    """
-
-    instance: str
-    dp_rank: int
-    rank: int
-    state: str
-    wire: str
-    epoch: str
-    error: str = ""
-    ways: tuple[str, ...] = ()
-    memory: str = "device"
-    half: str = ""
-    bytes_moved: int = 0
-
-
-class RingStatus(msgspec.Struct, frozen=True):
-    """The staging ring of a decode rank. `held_bytes` are in quarantine and not included in `used_bytes`."""
-
-    capacity_bytes: int
-    used_bytes: int
-    held_bytes: int
-    rounds: int
-
-
-class LaneStatus(msgspec.Struct, frozen=True):
-    """One transfer thread of a prefill rank, since its worker started."""
-
-    lane: int
-    busy: bool
-    slabs: int
-    bytes_moved: int
-
-
-class DataPortStatus(msgspec.Struct, frozen=True):
-    """A port on which the transport's library receives bytes. Every host that reaches it can write memory of the worker.
-
-    Attributes:
-        protection: its protection, one of `names.PROTECTIONS`.
-        refused: attempts to connect that the kernel's filter dropped.
-    """
-
-    address: str
-    port: int
-    protection: str
-    refused: int
-
-
-class PairStatus(msgspec.Struct, frozen=True):
-    """A room between one pair of ranks.
-
-    Attributes:
-        way: `none` if nothing is moved and the source only needs to know that.
-        why: the reason of the way, as in the metrics; `undecided` while the wire is unknown.
-        slabs_total: 0 before the source's Demand.
-        busy: slabs that a lane or a scatter holds.
-    """
-
-    peer_instance: str
-    peer_dp_rank: int
-    peer_rank: int
-    way: str
-    state: str
-    slabs_done: int
-    slabs_total: int
-    busy: int = 0
-    reason: str = ""
-    why: str = ""
-    peer_memory: str = "device"
-
-
-class RoomStatus(msgspec.Struct, frozen=True):
-    """One half of a room at one worker: an engine's offers, or its claim.
-
-    Attributes:
-        room, instance, pool: the room's key; `instance` is the prefill instance.
-        ways, why: the distinct ways of its pairs, and their reasons.
-        tokens_total: tokens of the sequence; -1 if unknown.
-        tokens_done: at a source, tokens that every target has acknowledged; at a target, tokens in the pages.
-        reason, text: why it failed; empty if it did not.
-    """
-
-    room: str
-    instance: str
-    pool: int
-    half: str
-    state: str
-    ways: tuple[str, ...]
-    tokens_wanted: int
-    tokens_done: int
-    tokens_total: int
-    slabs_done: int
-    slabs_total: int
-    bytes_moved: int
-    age_s: float
-    reason: str = ""
-    text: str = ""
-    pairs: tuple[PairStatus, ...] = ()
-    why: tuple[str, ...] = ()
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker on the status page.
-
-    Attributes:
-        worker: its name in metrics, unique within its agent: the engine's instance and rank, or the GPU.
-        state_age_s: seconds since it entered `state`.
-        silent_s: seconds without an answer; set by the supervisor.
-        restarts: number of its restarts.
-        error: why it failed; empty if it did not.
-        mps: whether its GPU is shared by CUDA's Multi-Process Service; null: a CPU, or the driver does not tell.
-        peer_access: whether all other GPUs that it sees can write its GPU's memory; null: a CPU.
-        data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
-        rooms_open, rooms_ended: exact counts; the lists are bounded.
-        oldest_rooms: the oldest open ones, oldest first, at most OLDEST_ROOMS_MAX, without their pairs.
-        mismatches, mismatch: slabs whose digests differed, and the text of the newest one's room.
-    """
-
-    worker: str
-    pid: int
-    epoch: str
-    state: WorkerState
-    state_age_s: float = 0.0
-    silent_s: float = 0.0
-    restarts: int = 0
-    error: str = ""
-    device: str = "cpu"
-    mps: bool | None = None
-    peer_access: bool | None = None
-    self_test: SelfTest | None = None
-    engines: tuple[EngineStatus, ...] = ()
-    peers: tuple[PeerStatus, ...] = ()
-    ring: RingStatus | None = None
-    lanes: tuple[LaneStatus, ...] = ()
-    data_path: str = ""
-    data_ports: tuple[DataPortStatus, ...] = ()
-    rooms_open: int = 0
-    rooms_ended: int = 0
-    oldest_rooms: tuple[RoomStatus, ...] = ()
-    mismatches: int = 0
-    mismatch: str = ""
+# A worker's restart is a finding for this long.
+LATELY_S = 900.0
 
 
 class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
@@ -393,52 +45,25 @@ class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
         )
 
 
-class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent with all of its workers on the status page.
-
-    Attributes:
-        started_unix_s: start of the supervisor, in seconds since 1970.
-        loop_age_s: seconds since the last turn of the supervisor's loop; above a limit the agent is not live.
-        restarts: number of restarted workers.
-        node_facts: what the kernel grants the agent on its node.
-        config: the digest of the config file that the agent runs, by the role of its engines; empty without a file.
-        draining: the agent is stopping and accepts nothing new.
-        dying: one message for each rank whose worker dies repeatedly.
-        self_test: the result of the last self-test.
-        unready: each failed check of readiness as "reason: message". The texts contain no age, so that they stay the same
-            while nothing changes.
-    """
-
-    deployment: str
-    node: str
-    version: str
-    backend: str
-    started_unix_s: float
-    uptime_s: float
-    loop_age_s: float = 0.0
-    restarts: int = 0
-    node_facts: NodeFacts = NodeFacts()
-    config: Mapping[str, str] = {}
-    draining: bool = False
-    dying: tuple[str, ...] = ()
-    self_test: SelfTest | None = None
-    unready: tuple[str, ...] = ()
-    instances: tuple[InstanceStatus, ...] = ()
-    workers: tuple[WorkerStatus, ...] = ()
-
-
 class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
     """One agent with all of its workers' answers. `metrics` are the supervisor's own.
 
     Attributes:
+        dying: one message for each rank whose worker dies repeatedly.
+        restarts_lately: restarts of workers in the last LATELY_S.
         sends_traces: whether it sends ended rooms to OpenTelemetry.
+        findings: empty, since only the page judges.
     """
 
+    findings: tuple[Finding, ...] = ()
     workers: tuple[WorkerSnapshot, ...] = ()
+    dying: tuple[str, ...] = ()
+    restarts_lately: int = 0
     metrics: MetricsSnapshot = MetricsSnapshot()
     sends_traces: bool = False
 
-    def status(self) -> AgentStatus:
-        """Return this without rooms, spans and metrics, which have pages of their own."""
+    def status(self, findings: tuple[Finding, ...] = ()) -> AgentStatus:
+        """Return this with findings, without rooms, spans and metrics, which have pages of their own."""
         fields = {name: getattr(self, name) for name in AgentStatus.__struct_fields__}
-        return AgentStatus(**fields | {"workers": tuple(worker.status() for worker in self.workers)})
+        workers = tuple(worker.status() for worker in self.workers)
+        return AgentStatus(**fields | {"workers": workers, "findings": findings})

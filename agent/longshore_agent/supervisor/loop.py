@@ -40,9 +40,9 @@ from longshore_agent.control.node_link import (
     Started,
 )
 from longshore_agent.settings import Settings
-from longshore_agent.status import checks, node_facts
+from longshore_agent.status import findings, node_facts
 from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
+from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_agent.supervisor import slots
 from longshore_agent.supervisor.callers import Callers
 from longshore_agent.supervisor.failed_rooms import FailedRooms
@@ -54,6 +54,7 @@ from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_agent.supervisor.telemetry import Telemetry
 from longshore_spec.agent_config import AgentConfig, digests
+from longshore_spec.status import InstanceStatus, SelfTest, WorkerState
 from longshore_wire.addresses import main_address
 from longshore_wire.effects import PeerId, Replica
 from longshore_wire.engine_messages import Endpoint, Hello
@@ -277,7 +278,7 @@ class Supervisor:
                 # Each run has new names, and the ports of engines that may return are limited.
                 self._lives.forget_port(slot.key)
         if slot.error and slot.state is WorkerState.DRAINING:
-            self._restarts.replaced(slot.key)
+            self._restarts.replaced(slot.key, time.monotonic())
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
             _log.error("worker %s ended with %d", slot.config.name, code, extra=slot.config.about(Reason.WORKER_LOST))
             self.metrics.add("longshore_worker_restarts_total", 1)
@@ -347,6 +348,7 @@ class Supervisor:
                 config=self._config_digests,
                 draining=self._stopping_s is not None,
                 dying=self._restarts.dying(now_s),
+                restarts_lately=self._restarts.lately(now_s),
                 self_test=self._self_test_result,
                 sends_traces=self.settings.otel,
                 instances=tuple(
@@ -390,7 +392,7 @@ class Supervisor:
             text = f"the self-test ended with {self._self_test.returncode} and said nothing"
             self._self_test_result = SelfTest(self.settings.backend.value, UNKNOWN_WIRE, 0, 0.0, text)
         self.metrics.set("longshore_self_test_bytes", self._self_test_result.bytes_moved)
-        found = checks.judge(self._self_test_result, checks.Rules.of(self.settings))
+        found = findings.judge(self._self_test_result, findings.Rules.of(self.settings))
         _log.log(logging.INFO if found.ok else logging.ERROR, "%s: %s", found.reason, found.message)
         self._self_test = None
 

@@ -17,8 +17,8 @@ from longshore_agent.control.node_link import (
     PoolUnmapped,
     PoolWanted,
 )
-from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.slots import Slot
+from longshore_spec.status import WorkerState
 from longshore_wire.effects import PeerId
 
 _Pool = tuple[PeerId, int]

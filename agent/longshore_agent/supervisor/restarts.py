@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from longshore_agent.status.snapshot import LATELY_S
 from longshore_wire.effects import PeerId
 
 # A worker that served its engine for this long is not in a crash loop: it served far longer than it started.
@@ -19,6 +20,8 @@ DEATHS_MAX = 3
 DYING_S = 60.0
 # Ranks kept; the rank whose worker died first is dropped first.
 RANKS_MAX = 4096
+# Restarts of the last LATELY_S that are counted.
+LATELY_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -38,16 +41,18 @@ class Restarts:
         self._wait_min_s = wait_min_s
         self._wait_max_s = wait_max_s
         self._ranks: dict[PeerId, _Rank] = {}
+        self._lately_s: deque[float] = deque(maxlen=LATELY_MAX)
         self.total = 0
 
-    def replaced(self, key: PeerId) -> None:
+    def replaced(self, key: PeerId, now_s: float) -> None:
         """Count a worker that ended on purpose so that another one takes its place."""
         self.total += 1
+        self._lately_s.append(now_s)
         self._rank(key).count += 1
 
     def died(self, key: PeerId, served_s: float, why: str, now_s: float) -> None:
         """Count a worker that died after it had served its engine for `served_s`."""
-        self.replaced(key)
+        self.replaced(key, now_s)
         self.not_started(key, why, now_s, served_s)
         deaths_s = self._rank(key).deaths_s
         deaths_s.append(now_s)
@@ -73,6 +78,12 @@ class Restarts:
         """Return how many workers of a rank had a successor."""
         found = self._ranks.get(key)
         return found.count if found is not None else 0
+
+    def lately(self, now_s: float) -> int:
+        """Return how many workers were restarted in the last LATELY_S."""
+        while self._lately_s and now_s - self._lately_s[0] > LATELY_S:
+            self._lately_s.popleft()
+        return len(self._lately_s)
 
     def dying(self, now_s: float) -> tuple[str, ...]:
         """Return a text for each rank whose workers die again and again."""

@@ -17,8 +17,9 @@ import msgspec
 from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.control.node_link import NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
-from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
+from longshore_agent.status.snapshot import WorkerSnapshot
 from longshore_agent.worker.config import WorkerConfig
+from longshore_spec.status import WorkerState
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
 from longshore_wire.names import ENVIRONMENT_PREFIX, TEST_INSTANCE_PREFIX

@@ -21,6 +21,18 @@ from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
     OPEN_ROOMS_LISTED_MAX,
     SPANS_LISTED_MAX,
+    WorkerSnapshot,
+)
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.engine_requests import EngineRequests
+from longshore_agent.worker.moving import Mover
+from longshore_spec.names import PROTECTIONS
+from longshore_spec.status import (
+    ATTACHED,
+    CONNECTING,
+    LOST,
+    REFUSED,
     DataPortStatus,
     EngineStatus,
     LayoutStatus,
@@ -29,14 +41,8 @@ from longshore_agent.status.snapshot import (
     PoolStatus,
     RingStatus,
     RoomStatus,
-    WorkerSnapshot,
     WorkerState,
 )
-from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.engine_requests import EngineRequests
-from longshore_agent.worker.moving import Mover
-from longshore_spec.names import PROTECTIONS
 from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
@@ -53,10 +59,10 @@ from longshore_wire.target_session import TargetSession
 _NO_WAY = "none"
 # Names of states in metrics and status.
 _PEER_STATES = {
-    PeerState.DIALING: "connecting",
-    PeerState.ATTACHED: "attached",
-    PeerState.REFUSED: "refused",
-    PeerState.LOST: "lost",
+    PeerState.DIALING: CONNECTING,
+    PeerState.ATTACHED: ATTACHED,
+    PeerState.REFUSED: REFUSED,
+    PeerState.LOST: LOST,
 }
 _TARGET_PAIR_STATES = {
     TargetPairState.WAITING: "claimed",
@@ -236,13 +242,11 @@ def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
 
 
 def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
-    attached = _PEER_STATES[PeerState.ATTACHED]
-    served = [peer for peer in peers if peer.state == attached and needs_wire(peer.ways)]
+    served = [peer for peer in peers if peer.state == ATTACHED and needs_wire(peer.ways)]
     # A peer may report any text as a wire's name.
     counts = Counter(peer.wire if peer.wire in WIRES else UNKNOWN_WIRE for peer in served)
     for wire in WIRES:
         metrics.set("longshore_peer_wires", counts[wire], wire=wire)
-    metrics.set("longshore_barred_peers", sum(peer.error != "" for peer in served))
 
 
 def _trouble(session: Session, peer: Peer) -> str:

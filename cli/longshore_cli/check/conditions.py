@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longshore_cli.check.lines import Line, State, error, ok, warning
-from longshore_cli.faults import is_good
-from longshore_spec.condition_reasons import remedy
+from longshore_spec.condition_reasons import is_good, remedy
 
 _PAGE = "docs/reference/conditions.md"
 # Reasons that pass by themselves, or wait for engines that someone starts later.

@@ -1,4 +1,4 @@
-"""Judges what the agents of a deployment say on `/v1/status`: workers, ports, wires, memory and limits of their nodes. Pure."""
+"""Prints the findings of a deployment's agents, and judges what one agent cannot: what needs the manifest or other agents. Pure."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from longshore_cli.agent_report import ATTACHED, NodeFacts, Pair, Report, Worker
+from longshore_cli.agent_report import Report
 from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod, DeniedError
-from longshore_cli.faults import QUARANTINE_SHARE
 from longshore_cli.words import count
 from longshore_spec import pod_settings
+from longshore_spec.findings import KINDS, Subject
 from longshore_spec.manifest import Spec
 from longshore_spec.names import PROTECTIONS
-from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_spec.status import ATTACHED, Finding, PeerStatus, Severity, WorkerStatus
+from longshore_wire.allowed_wires import needs_wire
 
 _TROUBLE = "docs/troubleshooting.md"
 _SECURITY = "docs/security.md#what-protects-the-data-ports"
 _WIRES = "docs/how-to/wires.md"
-_LIMITS = "docs/how-to/check.md#limits-of-a-node"
-# The fields that the checks judge, in all items of a list. An agent of another release may tell less.
-NEEDED = (
-    "version", "unready", "dying", "restarts", "instances.ranks.address", "workers.worker", "workers.error", "workers.silent_s",
-    "workers.data_path", "workers.device", "workers.mps", "workers.mismatches", "workers.mismatch",
-    "workers.ring.capacity_bytes", "workers.ring.held_bytes",
-    "workers.engines.instance", "workers.engines.rank", "workers.engines.memory", "workers.engines.layout.dp_rank",
-    "workers.peers.instance", "workers.peers.dp_rank", "workers.peers.rank", "workers.peers.state", "workers.peers.ways",
-    "workers.peers.wire",
-)  # fmt: skip
-# Descriptors of a worker: some ten for each peer and each lane. Below this, some hundred peers are too many.
-DESCRIPTORS_MIN = 4096
-# What an agent says of a process that SIGKILL ended.
-_KILLED = "ended with -9"
-# A worker that is silent for this long makes its agent unready.
-_SILENT_S = 10.0
+# The name of the check that shows the findings about a subject.
+_CHECKS = {
+    Subject.SUPERVISOR: "readyz",
+    Subject.ACCEPTING: "readyz",
+    Subject.SELF_TEST: "readyz",
+    Subject.WORKERS: "workers",
+    Subject.PEERS: "peers",
+    Subject.WIRES: "wires",
+    Subject.DIGESTS: "digests",
+    Subject.QUARANTINE: "quarantine",
+    Subject.MPS: "mps",
+    Subject.PEER_ACCESS: "peer-access",
+    Subject.ROOMS: "rooms",
+    Subject.LIMITS: "limits",
+}
+# Of findings that only agents of a newer release know.
+_OTHER_CHECK = "findings"
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
 
 Answers = Sequence[tuple[AgentPod, Report]]
@@ -50,17 +51,17 @@ class Reached(NamedTuple):
 
 class _Worker(NamedTuple):
     node: str
-    body: Worker
+    body: WorkerStatus
 
     def __str__(self) -> str:
-        return f"{self.body.name} on {self.node}"
+        return f"{self.body.worker} on {self.node}"
 
 
 class _Link(NamedTuple):
     """A peer of a worker, attached over a wire. `far` is the peer's own worker; None: its agent was not reached."""
 
     worker: _Worker
-    peer: Pair
+    peer: PeerStatus
     far: _Worker | None
 
     def __str__(self) -> str:
@@ -78,14 +79,50 @@ def lines(section: str, spec: Spec, reached: Sequence[Reached], release: str) ->
     if not answers:
         return said
     workers = [_Worker(agent.node, worker) for agent, page in answers for worker in page.workers]
-    said += [_versions(section, answers, release), _unready(section, answers), _workers(section, answers, workers)]
-    said += [_ports(section, answers, workers, spec), _wires(section, workers, answers, spec)]
-    said += [_quarantine(section, workers), _digests(section, workers)]
-    said += [_mps(section, workers)] if spec.gpu.mps else []
-    said += (
-        [_peer_access(section, on_gpus)] if (on_gpus := [one for one in workers if one.body.device != "cpu"]) else []
-    )
-    return [*said, *_limits(section, answers, spec)]
+    said += [_versions(section, answers, release), *_findings(section, answers)]
+    bad = {line.check for line in said}
+    said += [line for line in _all_well(section, spec, answers, workers) if line.check not in bad]
+    said += [_ports(section, answers, workers, spec), _devices(section, answers, spec)]
+    if _CHECKS[Subject.WIRES] not in bad:
+        said.append(_wires(section, workers, answers, spec))
+    return said
+
+
+def _findings(section: str, answers: Answers) -> Iterator[Line]:
+    """Yield a line for each code of the agents' findings, the worst first."""
+    by_code: dict[str, list[tuple[str, Finding]]] = {}
+    for agent, page in answers:
+        for finding in page.findings:
+            by_code.setdefault(finding.code, []).append((agent.node, finding))
+    order = tuple(Severity)
+    for code, found in sorted(by_code.items(), key=lambda item: min(order.index(f.severity) for _, f in item[1])):
+        make = warning if found[0][1].severity is Severity.WARNING else error
+        check = _CHECKS[KINDS[code].subject] if code in KINDS else _OTHER_CHECK
+        text = f"{code}: {some(f'{node}: {finding.text}' for node, finding in found)}"
+        yield make(section, check, text, found[0][1].way_out, found[0][1].link)
+
+
+def _all_well(section: str, spec: Spec, answers: Answers, workers: Sequence[_Worker]) -> Iterator[Line]:
+    """Yield the lines of all checks of findings, as they are without any."""
+    yield ok(section, "readyz", f"{count(len(answers), 'agent')} passed the self-test and take engines")
+    yield ok(section, "workers", f"{count(len(workers), 'worker')} serve engines, and none was restarted lately")
+    pairs = sum(len(one.body.peers) for one in workers)
+    yield ok(section, "peers", f"none of {count(pairs, 'end')} of links is lost or refused")
+    yield ok(section, "digests", "no digests differed")
+    held = max((one.body.ring.held_share for one in workers if one.body.ring), default=0.0)
+    yield ok(section, "quarantine", f"at most {held:.0%} of a ring is in quarantine")
+    yield ok(section, "rooms", "no room is open for long")
+    on_gpus = count(len([one for one in workers if one.body.device != "cpu"]), "worker")
+    if spec.gpu.mps and on_gpus.startswith("0 "):
+        text = "gpu.mps is true, and no worker has a GPU yet"
+        link = KINDS["GpuNotShared"].link
+        yield warning(section, "mps", text, "check again when engines have registered", link)
+    elif spec.gpu.mps:
+        yield ok(section, "mps", f"the GPUs of {on_gpus} are shared by MPS")
+    if not on_gpus.startswith("0 "):
+        yield ok(section, "peer-access", f"the GPUs of {on_gpus} can be written by all others of their node")
+    descriptors = min(page.node_facts.descriptors for _, page in answers)
+    yield ok(section, "limits", f"agents may open {descriptors} files or more, and lock their staging")
 
 
 def _reached(section: str, reached: Sequence[Reached]) -> Line:
@@ -117,45 +154,6 @@ def _versions(section: str, answers: Answers, release: str) -> Line:
         text = f"agents are of release {shown}, and the operator's release is not known"
         return warning(section, "versions", text, "get the right to list deployments of the operator's namespace", link)
     return ok(section, "versions", f"all agents that answer are of the operator's release {release}")
-
-
-def _unready(section: str, answers: Answers) -> Line:
-    found = [f"{agent.node}: {fault}" for agent, page in answers for fault in page.unready]
-    if found:
-        link = f"{_TROUBLE}#readyz-says-503"
-        return error(
-            section,
-            "readyz",
-            f"agents say that they are not ready: {some(found)}",
-            _of_killed(found, answers) or "as the page says of the reason",
-            link,
-        )
-    return ok(section, "readyz", f"{count(len(answers), 'agent')} passed the self-test and take engines")
-
-
-def _workers(section: str, answers: Answers, workers: Sequence[_Worker]) -> Line:
-    link = f"{_TROUBLE}#readyz-says-503"
-    dying = [f"{agent.node}: {text}" for agent, page in answers for text in page.dying]
-    failed = [f"{one}: {one.body.error}" for one in workers if one.body.error]
-    failed += [f"{one} is silent" for one in workers if one.body.silent_s > _SILENT_S]
-    if bad := [*dying, *failed]:
-        way_out = _of_killed(bad, answers) or "see the agent's log"
-        return error(section, "workers", f"workers fail: {some(bad)}", way_out, link)
-    restarted = [f"{count(page.restarts, 'time')} on {agent.node}" for agent, page in answers if page.restarts]
-    if restarted:
-        text = f"workers were restarted {some(restarted)} since their agents started"
-        return warning(section, "workers", text, "see the agents' logs", "docs/runbooks.md#longshoreworkersrestart")
-    return ok(section, "workers", f"{count(len(workers), 'worker')} serve engines, and none was restarted")
-
-
-def _of_killed(texts: Sequence[str], answers: Answers) -> str:
-    """Return the way out if a text tells of a process that was killed, as the kernel does for want of memory; else empty."""
-    if not any(_KILLED in text for text in texts):
-        return ""
-    limits = [page.node_facts.memory_limit_bytes for _, page in answers if page.node_facts]
-    least = min((limit for limit in limits if limit), default=None)
-    known = f", and their limit is {least >> 20} MiB" if least else ""
-    return f"-9: killed, most likely because the agent's container is out of memory{known}: raise the memory of agents.resources"
 
 
 def _ports(section: str, answers: Answers, workers: Sequence[_Worker], spec: Spec) -> Line:
@@ -206,51 +204,30 @@ def _links(workers: Sequence[_Worker]) -> Iterator[_Link]:
         for engine in one.body.engines:
             where[engine.instance, engine.layout.dp_rank, engine.rank, engine.memory] = one
     for one in workers:
-        for peer in one.body.pairs:
+        for peer in one.body.peers:
             if peer.state == ATTACHED and needs_wire(peer.ways):
                 far = where.get((peer.instance, peer.dp_rank, peer.rank, peer.memory))
                 yield _Link(one, peer, far)
 
 
 def _wires(section: str, workers: Sequence[_Worker], answers: Answers, spec: Spec) -> Line:
-    check = "wires"
-    allowed = AllowedWires(tuple(wire.value for wire in spec.transfer.wires))
-    found = [(link, link.peer.wire or UNKNOWN_WIRE) for link in _links(workers)]
-    barred = [f"{link} over {wire}" for link, wire in found if not allowed.holds(wire) and wire != UNKNOWN_WIRE]
-    if barred:
-        text = f"transfer.wires allows only {allowed}, and these have another wire, so that their rooms fail: {some(barred)}"
-        way_out = "give the agents what an allowed wire needs (its NIC or GPUs), or allow the wire that was found"
-        return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
-    refused = [
-        f"{_Link(one, peer, None)}: {peer.error}"
-        for one in workers
-        for peer in one.body.pairs
-        if peer.state != "lost" and peer.error
-    ]
-    devices = {agent.node: page.node_facts.infiniband if page.node_facts else () for agent, page in answers}
-    give = f"transfer.wires allows only {allowed}: give the agents what that needs (its NIC or GPUs), or allow another wire, such as TCP"
-    if refused:
-        way_out = give if spec.transfer.wires else "see the logs of both agents"
-        text = f"no bytes can be sent between these, so that their rooms fail: {some(refused)}"
-        return error(section, check, text, way_out, f"{_WIRES}#when-a-pair-is-refused")
-    told = all(page.node_facts for _, page in answers)
-    if told and {wire.value for wire in spec.transfer.wires} == {"RDMA"} and not any(devices.values()):
+    check = _CHECKS[Subject.WIRES]
+    devices = {agent.node: page.node_facts.infiniband for agent, page in answers}
+    if {wire.value for wire in spec.transfer.wires} == {"RDMA"} and not any(devices.values()):
         text = "no room can move: transfer.wires allows only RDMA, and agents see RDMA devices on no node"
+        give = "give the agents what that needs (its NIC), or allow another wire, such as TCP"
         return error(section, check, text, give, _WIRES)
-    unknown = [str(link) for link, wire in found if wire == UNKNOWN_WIRE]
-    if unknown:
-        text = f"the wire of these is not known: {some(unknown)}"
-        return warning(section, check, text, "wait some seconds; then see the agents' logs", _WIRES)
-    slow = [f"{link} over {wire}: {why}" for link, wire in found if (why := _slower(link, wire, devices))]
+    links = [(link, link.peer.wire) for link in _links(workers)]
+    slow = [f"{link} over {wire}: {why}" for link, wire in links if (why := _slower(link, wire, devices))]
     if slow:
         text = f"these could have a faster wire: {some(slow)}"
         return warning(
             section, check, text, "see what the page asks for the faster wire", "docs/runbooks.md#longshorewireslow"
         )
-    if not found:
+    if not links:
         return ok(section, check, "no wire is in use: no peers are attached, or engines of one agent copy directly")
-    shown = ", ".join(f"{number} {name}" for name, number in sorted(Counter(wire for _, wire in found).items()))
-    return ok(section, check, f"the wires of {count(len(found), 'end')} of links are found and allowed: {shown}")
+    shown = ", ".join(f"{number} {name}" for name, number in sorted(Counter(wire for _, wire in links).items()))
+    return ok(section, check, f"the wires of {count(len(links), 'end')} of links are found and allowed: {shown}")
 
 
 def _slower(link: _Link, wire: str, devices: Mapping[str, Sequence[str]]) -> str:
@@ -268,96 +245,8 @@ def _slower(link: _Link, wire: str, devices: Mapping[str, Sequence[str]]) -> str
     return ""
 
 
-def _quarantine(section: str, workers: Sequence[_Worker]) -> Line:
-    shares = {str(one): one.body.ring.held_share for one in workers if one.body.ring and one.body.ring.capacity_bytes}
-    bad = [f"{name} ({share:.0%})" for name, share in shares.items() if share > QUARANTINE_SHARE]
-    if bad:
-        text = f"much of these rings is in quarantine, because lost writers may still write: {some(bad)}"
-        way_out = "bring the lost agent back, or wait for the worker's replacement"
-        return warning(section, "quarantine", text, way_out, "docs/runbooks.md#longshorequarantinehigh")
-    return ok(section, "quarantine", f"at most {max(shares.values(), default=0):.0%} of a ring is in quarantine")
-
-
-def _digests(section: str, workers: Sequence[_Worker]) -> Line:
-    bad = [f"{one}: {one.body.mismatch}" for one in workers if one.body.mismatches]
-    if bad:
-        total = sum(one.body.mismatches for one in workers)
-        text = f"the digests of {count(total, 'slab')} differed: {some(bad)}"
-        way_out = "check the memory and the wire that the message names, and report it"
-        return error(section, "digests", text, way_out, "docs/runbooks.md#longshoredigestsdiffer")
-    return ok(section, "digests", "no digests differed")
-
-
-def _mps(section: str, workers: Sequence[_Worker]) -> Line:
-    link = "docs/how-to/mps.md#see-whether-it-works"
-    on_gpus = [one for one in workers if one.body.device != "cpu"]
-    alone = [str(one) for one in on_gpus if one.body.mps is False]
-    if alone:
-        text = f"gpu.mps is true, and the GPU of these is not shared by MPS: {some(alone)}"
-        return error(section, "mps", text, "start the daemon on these nodes", link)
-    unknown = [str(one) for one in on_gpus if one.body.mps is None]
-    if unknown:
-        text = f"gpu.mps is true, and the driver does not tell whether the GPU of these is shared: {some(unknown)}"
-        return warning(section, "mps", text, "update the driver to CUDA 12.4 or newer", link)
-    if not on_gpus:
-        text = "gpu.mps is true, and no worker has a GPU yet"
-        return warning(section, "mps", text, "check again when engines have registered", link)
-    return ok(section, "mps", f"the GPUs of all {count(len(on_gpus), 'worker')} are shared by MPS")
-
-
-def _peer_access(section: str, on_gpus: Sequence[_Worker]) -> Line:
-    link = "docs/how-to/check.md#limits-of-a-node"
-    apart = [str(one) for one in on_gpus if one.body.peer_access is False]
-    if apart:
-        text = f"not all GPUs of the node can write the GPU's memory of these, so engines of one agent do not copy directly: {some(apart)}"
-        way_out = "see `nvidia-smi topo -p2p w` there: IOMMU, ACS and virtual machines prevent peer access"
-        return warning(section, "peer-access", text, way_out, link)
-    if unknown := [str(one) for one in on_gpus if one.body.peer_access is None]:
-        text = f"not checked: {some(unknown)} are of an earlier release and do not tell peer access"
-        return warning(section, "peer-access", text, "update the agents", link)
-    return ok(
-        section,
-        "peer-access",
-        f"the GPUs of {count(len(on_gpus), 'worker')} can be written by all others of their node",
-    )
-
-
-def _limits(section: str, answers: Answers, spec: Spec) -> list[Line]:
-    facts = {agent.node: page.node_facts for agent, page in answers if page.node_facts}
-    said = []
-    if old := sorted({agent.node for agent, _ in answers} - facts.keys()):
-        text = f"not checked on {some(old)}: agents of an earlier release do not tell the limits of their nodes"
-        said.append(warning(section, "limits", text, "update them", _LIMITS))
-    if not facts:
-        return said
-    few = [f"{node} ({found.descriptors})" for node, found in facts.items() if found.descriptors < DESCRIPTORS_MIN]
-    said.append(
-        warning(
-            section, "descriptors", f"agents may open fewer than {DESCRIPTORS_MIN} files: {some(few)}",
-            "raise the limit of the container runtime (LimitNOFILE)", _LIMITS,
-        )
-        if few
-        else ok(section, "descriptors", f"agents may open {min(f.descriptors for f in facts.values())} files or more")
-    )  # fmt: skip
-    staging = max(spec.decode.staging.pool_size, spec.prefill.staging.lanes * spec.prefill.staging.buffer_size)
-    with_rdma = {node: found for node, found in facts.items() if found.infiniband}
-    locked = [
-        f"{node} ({found.memlock_bytes} bytes)"
-        for node, found in with_rdma.items()
-        if found.memlock_bytes is not None and found.memlock_bytes < staging
-    ]
-    if locked:
-        text = (
-            f"agents with RDMA devices may lock less memory than one rank's staging of {staging} bytes: {some(locked)}"
-        )
-        way_out = "raise the memlock limit of the container runtime (LimitMEMLOCK=infinity)"
-        said.append(warning(section, "memlock", text, way_out, _LIMITS))
-    elif with_rdma:
-        said.append(ok(section, "memlock", f"agents with RDMA devices on {some(with_rdma)} may lock their staging"))
-    return [*said, _devices(section, answers, spec, facts)]
-
-
-def _devices(section: str, answers: Answers, spec: Spec, facts: Mapping[str, NodeFacts]) -> Line:
+def _devices(section: str, answers: Answers, spec: Spec) -> Line:
+    facts = {agent.node: page.node_facts for agent, page in answers}
     gpus = {node: found.gpus for node, found in facts.items() if found.gpus}
     blind = [agent.node for agent, _ in answers if agent.node not in gpus and _asks_for_gpus(agent, spec)]
     if blind:

@@ -17,7 +17,7 @@ from longshore_cli.check import before, definition
 from longshore_cli.check.after import After
 from longshore_cli.check.before import Before, Right, Subject, Tried
 from longshore_cli.check.operators import Lease
-from longshore_cli.check.pages import NEEDED, Reached
+from longshore_cli.check.pages import Reached
 from longshore_cli.cluster import (
     CONNECTIONS,
     AgentPod,
@@ -236,7 +236,7 @@ def _pod(host: Body) -> Body:
 
 
 def _status(agent: AgentPages) -> Report:
-    return report_of(agent.name, agent.status(), needed=NEEDED)
+    return report_of(agent.name, agent.status())
 
 
 def _troubled(deployments: Sequence[Body] | Exception, pods: Iterable[AgentPod]) -> set[str]:

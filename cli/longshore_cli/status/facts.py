@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from longshore_cli.agent_report import Report, Room
-from longshore_cli.faults import is_good
+from longshore_cli.agent_report import Report
 from longshore_cli.status.serving import Serving
+from longshore_spec.condition_reasons import is_good
+from longshore_spec.status import RoomStatus, Severity
 
 # Ready follows from these, which say why.
 _CAUSES = ("Compatible", "AgentsReady")
-# An open room of this age is a fact to show first. An agent ends rooms only after LONGSHORE_ROOM_TIMEOUT_S.
-OLD_ROOM_S = 60.0
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -51,13 +50,13 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready(self) -> bool:
         """Whether it answers, and says that engines may use it."""
-        return self.report is not None and not self.report.unready
+        return self.report is not None and self.report.ready
 
     def faults(self) -> list[str]:
-        """Return what is wrong with it, the worst first."""
+        """Return what is wrong with it, the worst first; no warnings."""
         if self.report is None:
             return [f"is silent: {self.silent}"]
-        return list(self.report.faults())
+        return [str(finding) for finding in self.report.findings if finding.severity is not Severity.WARNING]
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +153,7 @@ def of_agents(agents: Sequence[Agent]) -> list[Deployment]:
     return found
 
 
-def oldest_room(agent: Agent) -> Room | None:
+def oldest_room(agent: Agent) -> RoomStatus | None:
     """Return the oldest open room of an agent; None: none is open."""
     rooms = [room for worker in (agent.report.workers if agent.report else ()) for room in worker.oldest_rooms]
     return max(rooms, key=lambda room: room.age_s, default=None)
@@ -191,7 +190,7 @@ def _faults(found: Deployment) -> Iterator[str]:
             yield f"agent on {agent.name}: {text}"
     for each in untrue:
         yield f"{each.type}: {each.reason}: {each.message}"
-    old = [(room.age_s, agent, room) for agent in found.agents if (room := oldest_room(agent))]
-    for age_s, agent, room in sorted(old, key=lambda each: -each[0]):
-        if age_s > OLD_ROOM_S:
-            yield f"agent on {agent.name}: room {room.room} of {room.instance} is {room.state} for {age_s:.0f} s"
+    for agent in found.agents:
+        for finding in agent.report.findings if agent.report else ():
+            if finding.severity is Severity.WARNING:
+                yield f"agent on {agent.name}: {finding}"

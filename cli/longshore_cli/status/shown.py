@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from longshore_cli.agent_report import SOURCE, Engine, Pair, Report, Worker
+from longshore_cli.agent_report import SOURCE, Pair, Report, Worker
 from longshore_cli.aligned import aligned
 from longshore_cli.status.facts import Agent, Condition, Deployment, oldest_room
 from longshore_cli.words import count, plain
+from longshore_spec.status import EngineStatus, Severity, WorkerState
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 FOLDED_FROM = 9
 # Agents of a role with faults that are shown without --all. More of them have one cause.
 FAULTY_MAX = 12
-_GOOD, _BAD, _FAINT = "green", "red", "dim"
+_GOOD, _BAD, _WORRYING, _FAINT = "green", "red", "yellow", "dim"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000.0
 _ROLE_ORDER = ("prefill", "decode")
@@ -101,13 +102,14 @@ def _add_agent(branch: Tree, agent: Agent, *, every: bool) -> None:
     if agent.report is None:
         branch.add(_line((agent.silent, _BAD)))
         return
-    for fault in (*agent.report.unready, *agent.report.dying):
-        branch.add(_line((fault, _BAD)))
+    _add_findings(branch, agent.report, "")
     if agent.report.failures:
         reasons = ", ".join(f"{number} {reason}" for reason, number in agent.report.failures.items())
         branch.add(_line(f"failed rooms: {reasons}"))
     for worker in agent.report.workers:
-        _add_worker(branch.add(_worker(worker)), worker, every=every)
+        under = branch.add(_worker(worker))
+        _add_findings(under, agent.report, worker.worker)
+        _add_worker(under, worker, every=every)
     if (room := oldest_room(agent)) is not None:
         branch.add(
             _line(f"oldest room {room.room} of {room.instance}: {room.half}, {room.state} for {age(room.age_s)}, ")
@@ -115,11 +117,14 @@ def _add_agent(branch: Tree, agent: Agent, *, every: bool) -> None:
         )
 
 
+def _add_findings(branch: Tree, report: Report, worker: str) -> None:
+    """Add the findings about one worker; about the agent if its name is empty."""
+    for finding in report.findings:
+        if finding.worker == worker:
+            branch.add(_line((str(finding), _WORRYING if finding.severity is Severity.WARNING else _BAD)))
+
+
 def _add_worker(branch: Tree, worker: Worker, *, every: bool) -> None:
-    if worker.error:
-        branch.add(_line((worker.error, _BAD)))
-    if worker.mismatches:
-        branch.add(_line((f"{worker.mismatches} slabs with differing digests: {worker.mismatch}", _BAD)))
     for engine in worker.engines:
         branch.add(_engine(engine))
     if (ring := worker.ring) is not None:
@@ -128,11 +133,11 @@ def _add_worker(branch: Tree, worker: Worker, *, every: bool) -> None:
                 f"ring {size(ring.capacity_bytes)}: {_percent(ring.used_share)} in use, {_percent(ring.held_share)} in quarantine"
             )
         )
-    folds = not every and len(worker.pairs) >= FOLDED_FROM
-    for pair in worker.pairs:
+    folds = not every and len(worker.peers) >= FOLDED_FROM
+    for pair in worker.peers:
         if not (folds and pair.healthy):
             branch.add(_pair(pair))
-    healthy = [pair for pair in worker.pairs if pair.healthy]
+    healthy = [pair for pair in worker.peers if pair.healthy]
     if folds and healthy:
         moved = size(sum(pair.bytes_moved for pair in healthy))
         branch.add(_line(f"{len(healthy)} pairs: {_paths(healthy)}, {moved}", (" (--all shows each)", _FAINT)))
@@ -153,7 +158,7 @@ def _role(role: Sequence[str], members: Sequence[Agent]) -> Text:
 def _totals(members: Sequence[Agent]) -> str:
     workers = [worker for agent in members if agent.report for worker in agent.report.workers]
     ranks = sum(len(worker.engines) for worker in workers)
-    pairs = [pair for worker in workers for pair in worker.pairs]
+    pairs = [pair for worker in workers for pair in worker.peers]
     paths = _paths([pair for pair in pairs if pair.healthy and pair.ways])
     rooms = sum(worker.rooms_open for worker in workers)
     return f"{count(ranks, 'engine rank')}, {count(len(pairs), 'pair')}{f' {paths}' if paths else ''}, {count(rooms, 'open room')}, {_rates(workers)}"
@@ -177,14 +182,14 @@ def _worker(worker: Worker) -> Text:
     silence = f", silent for {age(worker.silent_s)}" if worker.silent_s >= 1 else ""
     restarts = f", {count(worker.restarts, 'restart')}" if worker.restarts else ""
     return _line(
-        f"worker {worker.name}: ",
-        (worker.state, _GOOD if worker.state == "ready" else _BAD),
+        f"worker {worker.worker}: ",
+        (worker.state.value, _GOOD if worker.state is WorkerState.READY else _BAD),
         (silence, _BAD),
         f", {worker.device}, {count(worker.rooms_open, 'open room')}, {_rates([worker])}{restarts}",
     )
 
 
-def _engine(engine: Engine) -> Text:
+def _engine(engine: EngineStatus) -> Text:
     layout = engine.layout
     parts = [f"TP {layout.tp}", *([f"PP {layout.pp}"] * (layout.pp > 1)), *([f"DP {layout.dp}"] * (layout.dp > 1))]
     pages = sum(pool.page_count for pool in engine.pools)
@@ -201,7 +206,8 @@ def _engine(engine: Engine) -> Text:
 def _pair(pair: Pair) -> Text:
     name = f"{'to' if pair.half == SOURCE else 'from'} {pair.name}"
     if not pair.healthy:
-        return _line(f"{name}: ", (pair.state, _BAD), (f": {pair.error}" if pair.error else "", _BAD))
+        # A finding about the worker says why.
+        return _line(f"{name}: ", (pair.state, _BAD))
     return _line(f"{name}: {_paths([pair])}, {size(pair.bytes_moved)}, {rate(pair.gb_per_s)}")
 
 

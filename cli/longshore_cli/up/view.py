@@ -8,11 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longshore_cli.agent_report import ATTACHED, Report, report_of, with_rates
+from longshore_cli.agent_report import Report, report_of, with_rates
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.status import live
 from longshore_cli.up.fleet import Fleet, Member
 from longshore_spec.agent_config import AgentConfig
+from longshore_spec.status import ATTACHED
 from longshore_wire.errors import LongshoreError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Looker:
         self._before[name] = found
         engines = [engine for worker in workers for engine in worker.engines]
         ranks = Counter(each.instance + (" in host memory" if each.memory == "host" else "") for each in engines)
-        pairs = [pair for worker in workers for pair in worker.pairs]
+        pairs = [pair for worker in workers for pair in worker.peers]
         return Row(
             name,
             ", ".join(f"{instance} ({count})" for instance, count in sorted(ranks.items())),

@@ -283,8 +283,8 @@ def _with_wires(measured: list[Measured], places: Sequence[Place], engines: Mapp
         if isinstance(answer, LongshoreError):
             continue
         for worker in answer.workers:
-            if worker.name.startswith(f"{engines[name].started.decode}/"):
-                for pair in worker.pairs:
+            if worker.worker.startswith(f"{engines[name].started.decode}/"):
+                for pair in worker.peers:
                     if pair.instance in instances:
                         ways = ",".join(pair.ways) or UNKNOWN
                         # Engines of one agent use no transport.

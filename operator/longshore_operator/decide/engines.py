@@ -1,4 +1,4 @@
-"""Decides EnginesConnected, PeersConnected and TransportVerified from the agents' reports.
+"""Decides EnginesConnected, PeersConnected and TransportVerified from the agents' reports, whose findings say what is wrong.
 
 If an agent is silent, a condition is Unknown unless the reports of the others decide it. Instances of `longshore verify`
 do not count: they are no engines of the deployment.
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent
-from longshore_operator.reports import Peer, Worker
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.condition_reasons import ConditionType
 from longshore_spec.names import PROTECTIONS
-from longshore_wire.allowed_wires import AllowedWires, needs_wire
-from longshore_wire.names import TEST_INSTANCE_PREFIX
+from longshore_spec.status import ATTACHED, AgentStatus, Finding, PeerStatus, WorkerStatus
+from longshore_wire.allowed_wires import needs_wire
+from longshore_wire.names import TEST_INSTANCE_PREFIX, UNKNOWN_WIRE
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
@@ -24,8 +24,6 @@ _WIRES = ConditionType.TRANSPORT_VERIFIED
 # The roles as agents report them, and their engines' names in messages.
 PREFILL, DECODE = "source", "target"
 _ROLE_NAMES = {PREFILL: "prefill", DECODE: "decode"}
-# An agent reports one of these while it does not know the wire.
-_WIRES_NOT_FOUND = frozenset({"", "Unknown", "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,7 @@ class Connections:
     Attributes:
         instances: complete instances by half, each counted once however many nodes it spans.
         partial: instances with missing ranks.
+        findings: of all agents, with their nodes.
         silent: nodes whose agents answered before and do not answer now, whether or not their pods are ready.
         answering: agents that answer.
         unheard: agents that should answer and were not heard yet.
@@ -42,8 +41,9 @@ class Connections:
 
     instances: dict[str, frozenset[str]]
     partial: frozenset[str]
-    peers: tuple[tuple[str, Worker, Peer], ...]
-    workers: tuple[Worker, ...]
+    peers: tuple[tuple[str, WorkerStatus, PeerStatus], ...]
+    workers: tuple[WorkerStatus, ...]
+    findings: tuple[tuple[str, Finding], ...]
     silent: tuple[str, ...]
     answering: int
     unheard: int
@@ -52,6 +52,10 @@ class Connections:
     def any_engine(self) -> bool:
         """Whether any engine has registered."""
         return bool(self.partial or any(self.instances.values()))
+
+    def told(self, *codes: str) -> list[str]:
+        """Return the texts of findings, with their nodes."""
+        return [f"{node}: {finding.text}" for node, finding in self.findings if finding.code in codes]
 
     def role_status(self, half: str) -> dict[str, object]:
         """Return what the status says of the engines of one half."""
@@ -79,14 +83,13 @@ class Connections:
 
 def connections(agents: tuple[Agent, ...]) -> Connections:
     """Combine the agents' reports."""
-    answering = [agent for agent in agents if agent.report is not None]
+    answering = [(agent.pod.node, agent.report) for agent in agents if agent.report is not None]
     complete: dict[str, set[str]] = {PREFILL: set(), DECODE: set()}
     # (instance, memory): an engine whose ranks have pages in two memories needs all ranks' workers of both.
     seen: set[tuple[str, str]] = set()
     whole: set[tuple[str, str]] = set()
-    for agent in answering:
-        assert agent.report is not None
-        for entry in agent.report.instances:
+    for _, report in answering:
+        for entry in report.instances:
             if entry.instance.startswith(TEST_INSTANCE_PREFIX):
                 continue
             seen.add((entry.instance, entry.memory))
@@ -101,22 +104,22 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         partial=frozenset(partial),
         peers=tuple(_peers(answering)),
         workers=tuple(worker for _, worker in _workers(answering)),
+        findings=tuple((node, finding) for node, report in answering for finding in report.findings),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
         answering=len(answering),
         unheard=sum(agent.unheard for agent in agents),
     )
 
 
-def _workers(agents: list[Agent]) -> Iterator[tuple[str, Worker]]:
-    for agent in agents:
-        assert agent.report is not None
-        for worker in agent.report.workers:
+def _workers(answering: list[tuple[str, AgentStatus]]) -> Iterator[tuple[str, WorkerStatus]]:
+    for node, report in answering:
+        for worker in report.workers:
             if not worker.worker.startswith(TEST_INSTANCE_PREFIX):
-                yield agent.pod.node, worker
+                yield node, worker
 
 
-def _peers(agents: list[Agent]) -> Iterator[tuple[str, Worker, Peer]]:
-    for node, worker in _workers(agents):
+def _peers(answering: list[tuple[str, AgentStatus]]) -> Iterator[tuple[str, WorkerStatus, PeerStatus]]:
+    for node, worker in _workers(answering):
         for peer in worker.peers:
             if not peer.instance.startswith(TEST_INSTANCE_PREFIX):
                 yield node, worker, peer
@@ -128,8 +131,7 @@ def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:
     if early is not None:
         name, text = early
         return [verdict(condition, name, text) for condition in (_ENGINES, _PEERS, _WIRES)]
-    allowed = {wire.value for wire in config.transfer.wires} if config is not None else set()
-    return [_engines(found, config), _attached(found), _verified(found, allowed)]
+    return [_engines(found, config), _attached(found), _verified(found)]
 
 
 def _nothing_to_judge(found: Connections) -> tuple[str, str] | None:
@@ -170,15 +172,10 @@ def _told(expected: int | None) -> str:
 
 
 def _attached(found: Connections) -> Verdict:
-    bad = [
-        f"{worker.worker} on {node}: {_name(peer)} is {peer.state}{f' ({peer.error})' if peer.error else ''}"
-        for node, worker, peer in found.peers
-        if peer.state in {"lost", "refused"}
-    ]
-    if bad:
-        return verdict(_PEERS, "PeersLost", some(bad))
+    if lost := found.told("PeerLost", "PeerRefused"):
+        return verdict(_PEERS, "PeersLost", some(lost))
     waiting = [
-        f"{worker.worker} on {node}: {_name(peer)}" for node, worker, peer in found.peers if peer.state != "attached"
+        f"{worker.worker} on {node}: {peer.name}" for node, worker, peer in found.peers if peer.state != ATTACHED
     ]
     if waiting:
         return verdict(_PEERS, "PeersConnecting", some(waiting))
@@ -189,38 +186,21 @@ def _attached(found: Connections) -> Verdict:
     return verdict(_PEERS, "PeersConnected", f"{len(found.peers)} ends of links are attached")
 
 
-def _verified(found: Connections, allowed: set[str]) -> Verdict:
-    attached = [(node, worker, peer) for node, worker, peer in found.peers if peer.state == "attached"]
-    over_wires = [(node, worker, peer) for node, worker, peer in attached if needs_wire(peer.ways)]
-    listed = AllowedWires(tuple(allowed))
-    bad = [
-        (f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}", peer)
-        for node, worker, peer in over_wires
-        if not listed.holds(peer.wire) and (_known(peer) or peer.error)
-    ]
-    if bad:
-        named = sorted({peer.wire for _, peer in bad if _known(peer)})
-        way_out = f"allow {' and '.join(named)} too" if named else "leave the list empty to allow any"
-        text = (
-            f"{some(line for line, _ in bad)}; spec.transfer.wires allows only {some(allowed)}: rooms of these fail. "
-        )
-        text += f"Make an allowed wire reachable for both agents (its NIC or GPUs), or {way_out}"
-        return verdict(_WIRES, "WireNotAllowed", text)
-    unknown = [f"{worker.worker} on {node} to {_name(peer)}" for node, worker, peer in over_wires if not _known(peer)]
-    if unknown:
+def _verified(found: Connections) -> Verdict:
+    if barred := found.told("PeerWireNotAllowed"):
+        return verdict(_WIRES, "WireNotAllowed", f"{some(barred)}; rooms of these fail")
+    if unknown := found.told("WireUnknown"):
         return verdict(_WIRES, "WireUnknown", some(unknown))
     if found.silent:
         return verdict(_WIRES, "AgentSilent", _silence(found))
+    attached = [peer for _, _, peer in found.peers if peer.state == ATTACHED]
     if not attached:
         return verdict(_WIRES, "NoPeers", "no peer is attached yet")
-    if not over_wires:
+    wires = {peer.wire for peer in attached if needs_wire(peer.ways)}
+    if not wires:
         return verdict(_WIRES, "WireVerified", "none is used: engines of one agent copy directly")
-    return verdict(_WIRES, "WireVerified", some({peer.wire for _, _, peer in over_wires}))
+    return verdict(_WIRES, "WireVerified", some(wires))
 
 
-def _known(peer: Peer) -> bool:
-    return peer.wire not in _WIRES_NOT_FOUND
-
-
-def _name(peer: Peer) -> str:
-    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}{'/host' if peer.memory == 'host' else ''}"
+def _known(peer: PeerStatus) -> bool:
+    return peer.wire not in ("", UNKNOWN_WIRE)

@@ -76,7 +76,7 @@ def _unready_since(observed: Observed) -> str:
 
 def _own_words(agent: Agent) -> str:
     """Return the agent's own reasons for not being ready; empty if it gives none."""
-    return "; ".join(agent.report.unready) if agent.report is not None else ""
+    return "; ".join(map(str, agent.report.unready)) if agent.report is not None else ""
 
 
 def _short(text: str) -> str:
