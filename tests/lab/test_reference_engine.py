@@ -228,7 +228,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tp", "order", "page_size"), [pytest.param(2, PageOrder.NHD, 16, marks=FURTHER), (3, PageOrder.HND, 5)]
+    ("tp", "order", "page_size"), [pytest.param(3, PageOrder.NHD, 16, marks=FURTHER), (2, PageOrder.HND, 5)]
 )
 def test_ranks_in_processes_give_the_tokens_and_the_kv_of_one_rank(
     engine: EngineRank, starter: RankStarter, pages: list[int], tp: int, order: PageOrder, page_size: int
