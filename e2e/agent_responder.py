@@ -103,7 +103,8 @@ def report(*instances: InstanceStatus, peers: tuple[PeerStatus, ...] = ()) -> Bo
         instances=instances,
         workers=(worker,) if instances or peers else (),
     )
-    body: Body = msgspec.to_builtins(snapshot.status(findings(snapshot, Rules("Loopback", 1 << 20))))
+    status = snapshot.status(findings(snapshot, Rules("Loopback", 1 << 20)))
+    body: Body = msgspec.json.decode(msgspec.json.encode(status))
     return body
 
 
