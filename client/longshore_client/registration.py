@@ -13,7 +13,7 @@ from longshore_client.client import Client
 from longshore_client.connection import open_links
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.layout import KVLayout, TargetMemory
-from longshore_wire.names import INSTANCE_PREFIX_VARIABLE, TEST_INSTANCE_PREFIX
+from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
 
 
 def connect(
@@ -46,25 +46,9 @@ def connect(
         NotPermitted: this process may not use the socket; says which group it lacks. Raised at once.
         ConnectError: no agent answered in time.
     """
-    hello = _hello(arguments.engine_instance(instance), layout, device, roles)
-    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
-    hellos = {TargetMemory.DEVICE: hello}
-    if host_layout is not None:
-        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
-    return Client(hello, open_links(path, hellos, timeout_s))
-
-
-def connect_test(path: str, instance: str, layout: KVLayout, device: str, role: Half, timeout_s: float) -> Client:
-    """Register a rank of a test engine, as `connect` does."""
-    assert instance.startswith(TEST_INSTANCE_PREFIX), instance
-    hello = _hello(instance, layout, device, [role])
-    return Client(hello, open_links(path, {TargetMemory.DEVICE: hello}, timeout_s))
-
-
-def _hello(instance: str, layout: KVLayout, device: str, roles: Collection[Half]) -> Hello:
     hello = Hello(
         ENGINE_PROTOCOL_VERSION,
-        instance,
+        arguments.engine_instance(instance),
         arguments.struct("layout", layout, KVLayout),
         arguments.text("device", device),
         arguments.roles_of(roles),
@@ -72,7 +56,11 @@ def _hello(instance: str, layout: KVLayout, device: str, roles: Collection[Half]
         pid=os.getpid(),
     )
     hello.layout.check()
-    return hello
+    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
+    hellos = {TargetMemory.DEVICE: hello}
+    if host_layout is not None:
+        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
+    return Client(hello, open_links(path, hellos, timeout_s))
 
 
 def new_instance() -> str:

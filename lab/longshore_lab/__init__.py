@@ -1,1 +1,1 @@
-"""The laboratory: the demo, the benchmarks and the reference engine that both run. Needs the extra `lab`."""
+"""The laboratory: the demo, the benchmarks, the test engine and the reference engine. All but the test engine need the extra `lab`."""

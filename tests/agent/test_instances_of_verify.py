@@ -11,8 +11,8 @@ from agent_world import EVENT_LIMIT_S, Agent, wait_for
 
 from longshore_agent.supervisor.lives import FILE_NAME
 from longshore_client import Half, ModelShape, PageOrder, Parallel
-from longshore_client.verify.instance import Instance
-from longshore_client.verify.memory import HostMemory
+from longshore_lab.test_engine.instance import Instance
+from longshore_lab.test_engine.memory import HostMemory
 from longshore_wire.layout import KVLayout
 from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_LANE_BYTES_MAX
 

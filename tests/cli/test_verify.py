@@ -143,7 +143,7 @@ def test_a_test_that_does_not_fit_into_memory_is_refused_before_it_starts(
 
 def test_an_agent_of_both_roles_is_tested_by_one_engine_which_empty_lines_keep_alive(fleet: Fleet) -> None:
     agent = fleet.agents["prefill-0"]
-    command = [sys.executable, "-m", "longshore_client.verify", "--socket", agent.socket_path]
+    command = [sys.executable, "-m", "longshore_lab.test_engine", "--socket", agent.socket_path]
     command += ["--config", str(directory(fleet) / "config.json")]
     place = Place("node", prefill=True, decode=True, start=lambda: LocalProgram(command), pages=None)
     with Programs() as programs:

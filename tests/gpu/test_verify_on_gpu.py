@@ -81,7 +81,7 @@ def test_a_load_of_rooms_of_gpu_memory_and_of_host_memory_is_measured(
 
 def test_rooms_of_one_agents_engines_go_directly(fleet: Fleet) -> None:
     agent = fleet.agents["prefill-0"]
-    command = [sys.executable, "-m", "longshore_client.verify", "--socket", agent.socket_path]
+    command = [sys.executable, "-m", "longshore_lab.test_engine", "--socket", agent.socket_path]
     command += ["--config", str(agent.directory.parent / "config.json")]
     place = Place("node", prefill=True, decode=True, start=lambda: LocalProgram(command), pages=None)
     with Programs() as programs:

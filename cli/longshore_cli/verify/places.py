@@ -1,6 +1,6 @@
 """Finds the agents of a deployment and starts test engines beside them: in their pods, or as processes of this machine.
 
-Called by `command`. A test engine is `python -m longshore_client.verify`. Its connection carries lines of
+Called by `command`. A test engine is `python -m longshore_lab.test_engine`. Its connection carries lines of
 `longshore_spec.verify_messages`; when the connection or the pipe closes, it ends, and its agent releases everything.
 """
 
@@ -31,7 +31,7 @@ from longshore_spec.verify_messages import Answer, Ask, Refused, Start, Started,
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
 
-_MODULE = "longshore_client.verify"
+_MODULE = "longshore_lab.test_engine"
 # Added to a request's own limit, for the connection and a busy machine.
 _MORE_S = 30.0
 # Below the idle limits of usual proxies, and of the test engine.

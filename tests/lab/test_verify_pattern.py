@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longshore_client import Attention, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_client.verify import pattern
+from longshore_lab.test_engine import pattern
 
 SHAPE = ModelShape(layers=3, kv_heads=4, head_dim=8, element_bytes=2)
 LATENT = ModelShape(2, 1, 24, 2, Attention.LATENT)

@@ -17,7 +17,7 @@ from longshore_spec.agent_config import dump
 # The program with another limit of silence.
 SOON = """
 import sys
-import longshore_client.verify.__main__ as program
+import longshore_lab.test_engine.__main__ as program
 program.IDLE_LIMIT_S = float(sys.argv.pop(1))
 sys.exit(program.main())
 """
@@ -80,7 +80,7 @@ def test_it_answers_each_request_until_its_input_ends(tmp_path: Path, program) -
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "longshore_client.verify", "--config", str(tmp_path / "no.json")],
+        [sys.executable, "-m", "longshore_lab.test_engine", "--config", str(tmp_path / "no.json")],
         check=False,
         capture_output=True,
         env=os.environ | {"PYTHONPATH": ":".join(sys.path)},

@@ -6,6 +6,7 @@ a time, in places 0, 1 and so on.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +15,15 @@ from functools import partial
 from typing import NamedTuple
 
 from longshore_client.client import Client
+from longshore_client.connection import open_links
 from longshore_client.errors import AgentLost, Busy, WaitTimeout
 from longshore_client.memory import pool_geometry
-from longshore_client.registration import connect_test
-from longshore_client.verify import pattern
-from longshore_client.verify.memory import Allocate, Memory
+from longshore_lab.test_engine import pattern
+from longshore_lab.test_engine.memory import Allocate, Memory
 from longshore_spec.verify_messages import RoomResult
-from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Endpoint, Half, Hello, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry
+from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, TargetMemory
 
 _AGAIN_S = 0.1
 # For the end of a cancelled room. If it takes longer, its place is not used again.
@@ -73,7 +74,7 @@ class Instance:
             geometry = pool_geometry(own, self._page_count * place_count)
             memory = allocate(number, geometry.region_bytes[0])
             stack.callback(memory.close)
-            client = connect_test(socket, instance, own, memory.device_name, half, limit_s)
+            client = _connect(socket, instance, own, memory.device_name, half, limit_s)
             stack.callback(client.close)
             client.register_pool(0, geometry, memory.regions)
             return _Rank(client, own, geometry.planes, memory, pattern.planes(own, self._page_count))
@@ -223,6 +224,13 @@ class Instance:
         """Return the pages of a room in a place, in the order of the sequence: the last page of the place first."""
         last = (place + 1) * self._page_count - 1
         return list(range(last, last - tokens // self._layout.page_size, -1))
+
+
+def _connect(path: str, instance: str, layout: KVLayout, device: str, half: Half, limit_s: float) -> Client:
+    """Register a rank as `longshore_client.connect` does, which refuses the names of test instances to engines."""
+    number = 1 + int.from_bytes(os.urandom(7), "little")
+    hello = Hello(ENGINE_PROTOCOL_VERSION, instance, layout, device, (half,), engine=number, pid=os.getpid())
+    return Client(hello, open_links(path, {TargetMemory.DEVICE: hello}, limit_s))
 
 
 def _page_bytes(rank: _Rank, plane: int) -> int:

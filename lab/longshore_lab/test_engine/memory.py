@@ -10,7 +10,7 @@ from typing import Protocol
 from longshore_client import cuda
 from longshore_client.errors import ArgumentError
 from longshore_client.memory import create_region
-from longshore_client.verify.headroom import NoMemoryError
+from longshore_lab.test_engine.headroom import NoMemoryError
 from longshore_spec.agent_config import Backend
 from longshore_spec.verify_messages import MemoryKind, WantedMemory
 from longshore_wire.engine_messages import DeviceRegion

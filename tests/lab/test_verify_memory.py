@@ -8,8 +8,8 @@ import pytest
 from fake_client_driver import FakeDriver
 
 from longshore_client import cuda
-from longshore_client.verify.headroom import NoMemoryError
-from longshore_client.verify.memory import HostMemory, Memory, NoGPUError, chosen
+from longshore_lab.test_engine.headroom import NoMemoryError
+from longshore_lab.test_engine.memory import HostMemory, Memory, NoGPUError, chosen
 from longshore_spec.agent_config import Backend
 from longshore_wire.engine_messages import DeviceRegion
 

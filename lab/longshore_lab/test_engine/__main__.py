@@ -1,4 +1,4 @@
-"""Runs a test engine: `python -m longshore_client.verify`. See the package.
+"""Runs a test engine: `python -m longshore_lab.test_engine`. See the package.
 
 It answers each line of its standard input by a line, and ends with it. It also ends if no line comes for IDLE_LIMIT_S, since
 a connection that is cut does not always close the input.
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_client.verify.headroom import require
-from longshore_client.verify.instance import Instance
-from longshore_client.verify.memory import Allocate, HostMemory, chosen
+from longshore_lab.test_engine.headroom import require
+from longshore_lab.test_engine.instance import Instance
+from longshore_lab.test_engine.memory import Allocate, HostMemory, chosen
 from longshore_spec.agent_config import AgentConfig, load
 from longshore_spec.names import CONFIG_PATH
 from longshore_spec.verify_messages import (
@@ -159,7 +159,7 @@ def _answer(engine: Program, line: bytes) -> Answer:
 
 def main() -> int:
     """Serve the standard input; return 2 if the agent's config cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m longshore_client.verify", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m longshore_lab.test_engine", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path(CONFIG_PATH), help="the agent's config file")
     parser.add_argument("--socket", help="the agent's socket for engines (that of the config)")
     chosen = parser.parse_args()

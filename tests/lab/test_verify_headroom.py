@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore_client.verify import headroom
-from longshore_client.verify.headroom import NoMemoryError, needed_bytes, require
+from longshore_lab.test_engine import headroom
+from longshore_lab.test_engine.headroom import NoMemoryError, needed_bytes, require
 from longshore_spec import manifest
 from longshore_spec.verify_messages import Start, room_tokens
 from longshore_wire.names import TEST_RING_BYTES_MAX

@@ -1,4 +1,4 @@
-"""The test engine of `longshore verify` and `longshore bench cluster`: `python -m longshore_client.verify`.
+"""The test engine of `longshore verify` and `longshore bench cluster`: `python -m longshore_lab.test_engine`.
 
 The command runs it beside an agent, in the agent's pod by `exec`, because engines reach their agent by a UNIX socket. The
 API server's RBAC guards `exec`, so the agent needs no page that can start a transfer. The test engine talks to the command
