@@ -11,8 +11,8 @@ from agent_world import EVENT_LIMIT_S, Agent, wait_for
 
 from longshore_agent.supervisor.lives import FILE_NAME
 from longshore_client import Half, ModelShape, PageOrder, Parallel
+from longshore_lab.test_engine.headroom import on_host
 from longshore_lab.test_engine.instance import Instance
-from longshore_lab.test_engine.memory import HostMemory
 from longshore_wire.layout import KVLayout
 from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_LANE_BYTES_MAX
 
@@ -27,7 +27,7 @@ def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_
         socket, tokens = agent.socket, 3 * layout.page_size
         for half in (Half.SOURCE, Half.TARGET):
             name = f"{TEST_INSTANCE_PREFIX}{half.name}"
-            instances.append(Instance(socket, name, layout, half, HostMemory, tokens, 1, EVENT_LIMIT_S))
+            instances.append(Instance(socket, name, layout, half, on_host, tokens, 1, EVENT_LIMIT_S))
         source, target = instances
         end_s = time.monotonic() + EVENT_LIMIT_S
         source.offer([1], tokens, end_s)
@@ -50,7 +50,7 @@ def test_an_agent_keeps_no_port_of_a_test_instance_that_has_left(tmp_path: Path)
         # It keeps those of engines.
         world.engine(agent, "real").result()
         name = f"{TEST_INSTANCE_PREFIX}1"
-        tested = Instance(agent.socket, name, layout, Half.SOURCE, HostMemory, layout.page_size, 1, EVENT_LIMIT_S)
+        tested = Instance(agent.socket, name, layout, Half.SOURCE, on_host, layout.page_size, 1, EVENT_LIMIT_S)
         assert name in kept(agent)
         tested._ranks[0].client.close()
         wait_for(lambda: kept(agent) == {"real"}, what="the port of the engine alone")
@@ -72,7 +72,7 @@ def test_rooms_of_test_instances_do_not_count_as_traffic_also_if_they_fail(tmp_p
         for half in (Half.SOURCE, Half.TARGET):
             name = f"{TEST_INSTANCE_PREFIX}{half.name}"
             instances.append(
-                Instance(agent.socket, name, layout, half, HostMemory, 2 * layout.page_size, 1, EVENT_LIMIT_S)
+                Instance(agent.socket, name, layout, half, on_host, 2 * layout.page_size, 1, EVENT_LIMIT_S)
             )
         source, target = instances
         end_s = time.monotonic() + EVENT_LIMIT_S

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from longshore_lab.test_engine import __main__ as program
-from longshore_lab.test_engine.memory import HostMemory
+from longshore_lab.test_engine.headroom import on_host
 
 GPUS = any("/prefill-" in word for word in sys.argv)
-program.chosen = lambda wanted, _: ("gpu" if GPUS and wanted != "host" else "host", HostMemory)
+program.chosen = lambda wanted, _: ("gpu" if GPUS and wanted != "host" else "host", on_host)
 sys.exit(program.main())

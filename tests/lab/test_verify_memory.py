@@ -8,8 +8,8 @@ import pytest
 from fake_client_driver import FakeDriver
 
 from longshore_client import cuda
-from longshore_lab.test_engine.headroom import NoMemoryError
-from longshore_lab.test_engine.memory import HostMemory, Memory, NoGPUError, chosen
+from longshore_lab.test_engine.headroom import NoGPUError, NoMemoryError, chosen, on_host
+from longshore_lab.test_engine.memory import Memory
 from longshore_spec.agent_config import Backend
 from longshore_wire.engine_messages import DeviceRegion
 
@@ -60,7 +60,7 @@ def test_host_memory_is_taken_without_gpus_and_when_it_is_wanted_and_of_an_agent
 ) -> None:
     gpus(count)
     kind, allocate = chosen(wanted, backend)
-    assert (kind, allocate) == ("host", HostMemory)
+    assert (kind, allocate) == ("host", on_host)
     made = allocate(0, 64)
     assert (made.device_name, changed(made)) == ("cpu", b"\0a\0\0def\0")
     made.close()

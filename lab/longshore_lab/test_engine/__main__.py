@@ -18,9 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_lab.test_engine.headroom import require
+from longshore_lab.test_engine.headroom import Allocate, chosen, on_host, require
 from longshore_lab.test_engine.instance import Instance
-from longshore_lab.test_engine.memory import Allocate, HostMemory, chosen
 from longshore_spec.agent_config import AgentConfig, load
 from longshore_spec.names import CONFIG_PATH
 from longshore_spec.verify_messages import (
@@ -60,7 +59,7 @@ class Program:
         self._config = config
         self._path = path
         self._limit_s = 0.0
-        self._allocate: Allocate = HostMemory
+        self._allocate: Allocate = on_host
         self._prefill: Instance | None = None
         self._decode: Instance | None = None
         self._flipped_tokens = 0

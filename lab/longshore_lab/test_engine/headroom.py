@@ -1,16 +1,20 @@
-"""Checks that a test fits into the memory that its pod has left, so that the kernel does not kill the agent for it.
+"""Chooses the memory of a test's pages, and checks that its pod has it, so that the kernel does not kill the agent for it.
 
-Called by the test engine's program before it registers. All of a test's host memory counts as the agent's container. A GPU's
+Called by the program of `longshore verify` before it registers. All of a test's host memory counts as the agent's container. A GPU's
 free memory is not checked: its driver refuses what does not fit, and kills nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from longshore_spec.agent_config import AgentConfig
-from longshore_spec.verify_messages import MemoryKind, Start
+from longshore_client import cuda
+from longshore_client.errors import ArgumentError
+from longshore_lab.test_engine.memory import GPUMemory, HostMemory, Memory
+from longshore_spec.agent_config import AgentConfig, Backend
+from longshore_spec.verify_messages import MemoryKind, Start, WantedMemory
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.slabs import staging_of_tests
 
@@ -31,10 +35,56 @@ _FILES = (
 )
 
 
+# Allocates the memory of a rank: its number and the bytes. Raises LongshoreError.
+Allocate = Callable[[int, int], Memory]
+
+
+class NoGPUError(LongshoreError):
+    """GPU memory was asked for, and this process cannot use a GPU."""
+
+    reason = Reason.UNSUPPORTED
+
+
 class NoMemoryError(LongshoreError):
     """The pod has too little memory left for the test; names both sizes and the way out."""
 
     reason = Reason.BUSY
+
+
+def chosen(wanted: WantedMemory, backend: Backend) -> tuple[MemoryKind, Allocate]:
+    """Return which memory is used, and what allocates it. Ranks take the GPUs of the node in turn.
+
+    Args:
+        backend: of the agent.
+    Raises:
+        NoGPUError: GPU memory is wanted and there is no GPU, or its driver fails.
+    """
+    if wanted == "host" or (wanted == "auto" and not backend.moves_gpu_memory):
+        return "host", on_host
+    try:
+        gpu_count = cuda.gpu_count()
+    except ArgumentError as error:
+        raise NoGPUError(f"the CUDA driver fails: {error}: mend it, or give --memory host") from error
+    if gpu_count:
+        return "gpu", lambda rank, length_bytes: _on_gpu(rank, length_bytes, rank % gpu_count)
+    if wanted == "gpu":
+        raise NoGPUError("the agent's pod sees no GPU: set agents.gpuAccess, or leave --memory gpu out")
+    return "host", on_host
+
+
+def on_host(_rank: int, length_bytes: int) -> Memory:
+    """Allocate host memory for any rank."""
+    return HostMemory(length_bytes)
+
+
+def _on_gpu(rank: int, length_bytes: int, index: int) -> Memory:
+    try:
+        return GPUMemory(length_bytes, index)
+    except ArgumentError as error:
+        raise NoMemoryError(
+            f"GPU {index} has no {length_bytes} bytes for rank {rank}: {error}: give smaller sizes or a lower "
+            "concurrency, or --memory host"
+        ) from error
 
 
 def require(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind) -> None:

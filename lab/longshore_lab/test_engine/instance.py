@@ -6,37 +6,25 @@ a time, in places 0, 1 and so on.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 
-from longshore_client.client import Client
-from longshore_client.connection import open_links
-from longshore_client.errors import AgentLost, Busy, WaitTimeout
-from longshore_client.memory import pool_geometry
-from longshore_lab.test_engine import pattern
-from longshore_lab.test_engine.memory import Allocate, Memory
+import numpy as np
+
+from longshore_client.errors import WaitTimeout
+from longshore_lab.test_engine.headroom import Allocate
+from longshore_lab.test_engine.ranks import RELEASED, Engine, cancelled, insist, left_s, wait_ended
 from longshore_spec.verify_messages import RoomResult
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Endpoint, Half, Hello, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, TargetMemory
+from longshore_wire.layout import KVLayout, PageOrder
 
-_AGAIN_S = 0.1
 # For the end of a cancelled room. If it takes longer, its place is not used again.
 _CANCEL_LIMIT_S = 10.0
-_RELEASED = frozenset({RoomEventKind.RELEASED})
-
-
-class _Rank(NamedTuple):
-    client: Client
-    layout: KVLayout
-    planes: tuple[PlaneGeometry, ...]
-    memory: Memory
-    content: list[bytes]  # of each plane, for the largest room
+# All rooms have the same content.
+_SEED = 0
 
 
 class Instance:
@@ -67,27 +55,17 @@ class Instance:
         self._layout = layout
         self._page_count = tokens // layout.page_size
         self._stuck: dict[int, int] = {}  # the room whose pages are not released, by place
-        stack = ExitStack()
-
-        def rank(number: int) -> _Rank:
-            own = layout.at(number)
-            geometry = pool_geometry(own, self._page_count * place_count)
-            memory = allocate(number, geometry.region_bytes[0])
-            stack.callback(memory.close)
-            client = _connect(socket, instance, own, memory.device_name, half, limit_s)
-            stack.callback(client.close)
-            client.register_pool(0, geometry, memory.regions)
-            return _Rank(client, own, geometry.planes, memory, pattern.planes(own, self._page_count))
-
-        with stack:
-            with ThreadPoolExecutor(layout.rank_count) as threads:
-                self._ranks = list(threads.map(rank, range(layout.rank_count)))
-            if half is Half.SOURCE:
-                for each in self._ranks:
-                    for plane, content in zip(each.planes, each.content, strict=True):
-                        each.memory.write(plane.offset, content)
-            # From now on the end of the process makes the agent release everything.
-            stack.pop_all()
+        page_count = self._page_count * place_count
+        self._ranks = Engine(socket, instance, layout, (half,), page_count, limit_s, allocate).ranks
+        # Of each plane of each rank, for the largest room.
+        self._content = [
+            [rank.as_bytes(rank.sequence(plane, _SEED, tokens)[::-1]) for plane in range(len(rank.geometry.planes))]
+            for rank in self._ranks
+        ]
+        if half is Half.SOURCE:
+            for rank, content in zip(self._ranks, self._content, strict=True):
+                for plane, data in zip(rank.geometry.planes, content, strict=True):
+                    rank.memory.write(plane.offset, data)
 
     def endpoint(self, limit_s: float) -> Endpoint:
         """Return prefill's endpoint, once all ranks are registered. Raises LongshoreError."""
@@ -99,23 +77,21 @@ class Instance:
         """Offer all tokens of these rooms. Raises LongshoreError."""
         for room in rooms:
             for rank in self._ranks:
-                _insist(partial(rank.client.send, room, self._pages(0, tokens), 0, tokens, last=True), end_s)
+                insist(partial(rank.client.send, room, self._pages(0, tokens), 0, tokens, last=True), end_s)
 
     def flip_byte(self, tokens: int) -> None:
         """Change the first byte of the last plane of a room of this length; a second call changes it back."""
         rank = self._ranks[-1]
-        place = rank.planes[-1].offset + (self._page_count - tokens // self._layout.page_size) * _page_bytes(rank, -1)
+        plane = rank.geometry.planes[-1]
+        place = plane.offset + (self._page_count - tokens // self._layout.page_size) * plane.page_stride
         rank.memory.write(place, bytes([rank.memory.read(place, 1)[0] ^ 1]))
 
     def ended(self, rooms: Sequence[int], end_s: float, *, cancel: bool) -> None:
         """Return when these rooms have ended here and their pages are released. Raises LongshoreError."""
         for room in rooms:
             for rank in self._ranks:
-                if cancel:
-                    rank.client.cancel(room, Half.SOURCE)
-                if not cancel or rank.client.is_open(room, Half.SOURCE, self.instance):
-                    rank.client.wait(room, Half.SOURCE, self.instance, timeout_s=_left_s(end_s))
-                    rank.client.wait(room, Half.SOURCE, self.instance, _RELEASED, _left_s(end_s))
+                if not cancel or cancelled(rank.client, room, Half.SOURCE, self.instance):
+                    wait_ended(rank.client, room, Half.SOURCE, self.instance, end_s)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -163,9 +139,9 @@ class Instance:
         events: list[RoomEvent] = []
         try:
             for rank in self._ranks:
-                _insist(partial(rank.client.receive, room, endpoint, pages, 0, tokens), end_s)
+                insist(partial(rank.client.receive, room, endpoint, pages, 0, tokens), end_s)
             for rank in self._ranks:
-                events.append(rank.client.wait(room, Half.TARGET, endpoint.instance, timeout_s=_left_s(end_s)))  # noqa: PERF401 - those so far count
+                events.append(rank.client.wait(room, Half.TARGET, endpoint.instance, timeout_s=left_s(end_s)))  # noqa: PERF401 - those so far count
             ended_s = time.monotonic()
         except LongshoreError as error:
             ended_s = time.monotonic()
@@ -183,31 +159,28 @@ class Instance:
         limit_s = max(end_s, time.monotonic() + _CANCEL_LIMIT_S)
         for rank in self._ranks:
             try:
-                if cancel:
-                    rank.client.cancel(room, Half.TARGET, instance=endpoint.instance)
-                if rank.client.is_open(room, Half.TARGET, endpoint.instance) or not cancel:
-                    rank.client.wait(room, Half.TARGET, endpoint.instance, _RELEASED, _left_s(limit_s))
+                if not cancel or cancelled(rank.client, room, Half.TARGET, endpoint.instance):
+                    rank.client.wait(room, Half.TARGET, endpoint.instance, RELEASED, left_s(limit_s))
             except LongshoreError:
                 self._stuck[place] = room
 
     def _compared(self, result: RoomResult, place: int, tokens: int) -> RoomResult:
         """Return the result with the first wrong bytes, if there are any."""
         page_count = tokens // self._layout.page_size
-        for rank in self._ranks:
-            for index, (plane, content) in enumerate(zip(rank.planes, rank.content, strict=True)):
-                page_bytes = _page_bytes(rank, index)
-                end = plane.offset + (place + 1) * self._page_count * page_bytes
-                length = page_count * page_bytes
-                moved, wanted = rank.memory.read(end - length, length), content[len(content) - length :]
-                if moved != wanted:
-                    first = next(at for at in range(length) if moved[at] != wanted[at])
+        for rank, content in zip(self._ranks, self._content, strict=True):
+            for index, (plane, data) in enumerate(zip(rank.geometry.planes, content, strict=True)):
+                end, length = (place + 1) * self._page_count * plane.page_stride, page_count * plane.page_stride
+                moved = np.frombuffer(rank.memory.read(plane.offset + end - length, length), np.uint8)
+                wrong = np.flatnonzero(moved != np.frombuffer(data, np.uint8)[len(data) - length :])
+                if wrong.size:
+                    page, byte = divmod(int(wrong[0]), plane.page_stride)
                     return RoomResult(
                         result.room,
                         result.seconds,
                         result.bytes_moved,
                         "WRONG_BYTES",
                         f"bytes differ at rank {rank.layout.rank}, {_plane_name(rank.layout, index)}, "
-                        f"page {page_count - 1 - first // page_bytes} of {page_count} of the room, byte {first % page_bytes}",
+                        f"page {page_count - 1 - page} of {page_count} of the room, byte {byte}",
                     )
         return result
 
@@ -216,8 +189,8 @@ class Instance:
         if place in self._stuck:
             return
         for rank in self._ranks:
-            for index, plane in enumerate(rank.planes):
-                length = self._page_count * _page_bytes(rank, index)
+            for plane in rank.geometry.planes:
+                length = self._page_count * plane.page_stride
                 rank.memory.clear(plane.offset + place * length, length)
 
     def _pages(self, place: int, tokens: int) -> list[int]:
@@ -226,35 +199,9 @@ class Instance:
         return list(range(last, last - tokens // self._layout.page_size, -1))
 
 
-def _connect(path: str, instance: str, layout: KVLayout, device: str, half: Half, limit_s: float) -> Client:
-    """Register a rank as `longshore_client.connect` does, which refuses the names of test instances to engines."""
-    number = 1 + int.from_bytes(os.urandom(7), "little")
-    hello = Hello(ENGINE_PROTOCOL_VERSION, instance, layout, device, (half,), engine=number, pid=os.getpid())
-    return Client(hello, open_links(path, {TargetMemory.DEVICE: hello}, limit_s))
-
-
-def _page_bytes(rank: _Rank, plane: int) -> int:
-    return rank.planes[plane].page_stride
-
-
 def _plane_name(layout: KVLayout, index: int) -> str:
     layers = len(layout.layers)
     layer = layout.layers[index % layers]
     if layout.order is PageOrder.OPAQUE or layout.model.kinds == 1:
         return f"layer {layer}"
     return f"{'KV'[index // layers]} of layer {layer}"
-
-
-def _left_s(end_s: float) -> float:
-    return max(0.0, end_s - time.monotonic())
-
-
-def _insist(call: Callable[[], None], end_s: float) -> None:
-    """Repeat a call while the agent's queues are full or it restarts."""
-    while True:
-        try:
-            return call()
-        except (Busy, AgentLost) as error:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(error.retry_after_s if isinstance(error, Busy) else _AGAIN_S)

@@ -1,28 +1,16 @@
-"""The memory of a test rank's pages: that of a GPU of its node, or host memory. Called by `instance`."""
+"""The memory of a rank's pages: that of a GPU, or host memory. Called by `pages`, and by programs that choose the memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
 from longshore_client import cuda
-from longshore_client.errors import ArgumentError
 from longshore_client.memory import create_region
-from longshore_lab.test_engine.headroom import NoMemoryError
-from longshore_spec.agent_config import Backend
-from longshore_spec.verify_messages import MemoryKind, WantedMemory
 from longshore_wire.engine_messages import DeviceRegion
-from longshore_wire.errors import LongshoreError, Reason
 
 Regions = Sequence[int] | Sequence[DeviceRegion]
-
-
-class NoGPUError(LongshoreError):
-    """GPU memory was asked for, and this process cannot use a GPU."""
-
-    reason = Reason.UNSUPPORTED
 
 
 class Memory(Protocol):
@@ -39,8 +27,8 @@ class Memory(Protocol):
     def write(self, offset_bytes: int, data: bytes) -> None:
         """Change bytes."""
 
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Return bytes."""
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes | memoryview:
+        """Return bytes; of host memory a view that may be written."""
 
     def clear(self, offset_bytes: int, length_bytes: int) -> None:
         """Zero bytes."""
@@ -49,45 +37,25 @@ class Memory(Protocol):
         """Free it. The agent must not use it any more."""
 
 
-# Allocates the memory of a rank: its number and the bytes. Raises LongshoreError.
-Allocate = Callable[[int, int], Memory]
-
-
-def chosen(wanted: WantedMemory, backend: Backend) -> tuple[MemoryKind, Allocate]:
-    """Return which memory is used, and what allocates it.
-
-    Args:
-        backend: of the agent.
-    Raises:
-        NoGPUError: GPU memory is wanted and there is no GPU, or its driver fails.
-    """
-    if wanted == "host" or (wanted == "auto" and not backend.moves_gpu_memory):
-        return "host", HostMemory
-    try:
-        count = cuda.gpu_count()
-    except ArgumentError as error:
-        raise NoGPUError(f"the CUDA driver fails: {error}: mend it, or give --memory host") from error
-    if count:
-        return "gpu", partial(GPUMemory, count)
-    if wanted == "gpu":
-        raise NoGPUError("the agent's pod sees no GPU: set agents.gpuAccess, or leave --memory gpu out")
-    return "host", HostMemory
-
-
 class HostMemory:
-    """See Memory. Any rank's; it is zeroed."""
+    """See Memory. It is zeroed.
+
+    Attributes:
+        descriptor: of the memory, which other processes can map.
+    """
 
     device_name = "cpu"
 
-    def __init__(self, _rank: int, length_bytes: int) -> None:
-        self._descriptor, self._bytes = create_region(length_bytes)
-        self.regions: Regions = [self._descriptor]
+    def __init__(self, length_bytes: int, name: str = "longshore-pages") -> None:
+        self.descriptor, mapping = create_region(length_bytes, name)
+        self._bytes = memoryview(mapping)
+        self.regions: Regions = [self.descriptor]
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         """See Memory."""
         self._bytes[offset_bytes : offset_bytes + len(data)] = data
 
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+    def read(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """See Memory."""
         return self._bytes[offset_bytes : offset_bytes + length_bytes]
 
@@ -96,21 +64,16 @@ class HostMemory:
         self.write(offset_bytes, bytes(length_bytes))
 
     def close(self) -> None:
-        """See Memory."""
-        self._bytes.close()
-        os.close(self._descriptor)
+        """See Memory. The mapping stays until no view refers to it. A second call does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class GPUMemory(cuda.DeviceMemory):
-    """See Memory. Ranks take the GPUs of the node in turn."""
+    """See Memory. `index` is the driver's number of the GPU. Raises ArgumentError."""
 
-    def __init__(self, gpu_count: int, rank: int, length_bytes: int) -> None:
-        try:
-            super().__init__(length_bytes, rank % gpu_count)
-            self.device_name = cuda.device_name(self)
-            self.regions: Regions = [cuda.device_region(self)]
-        except ArgumentError as error:
-            raise NoMemoryError(
-                f"GPU {rank % gpu_count} has no {length_bytes} bytes for rank {rank}: {error}: give smaller sizes or a lower "
-                "concurrency, or --memory host"
-            ) from error
+    def __init__(self, length_bytes: int, index: int) -> None:
+        super().__init__(length_bytes, index)
+        self.device_name = cuda.device_name(self)
+        self.regions: Regions = [cuda.device_region(self)]

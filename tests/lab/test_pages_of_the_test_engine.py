@@ -1,15 +1,29 @@
-"""Tests the content of test rooms: ranks of all layouts derive the same bytes, and no two places have the same."""
+"""Tests the test engine's pages: ranks of all layouts hold the same content, and no two places of it have the same bytes."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from longshore_client import Attention, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_lab.test_engine import pattern
+from longshore_lab.test_engine.pages import Pages, content
 
 SHAPE = ModelShape(layers=3, kv_heads=4, head_dim=8, element_bytes=2)
 LATENT = ModelShape(2, 1, 24, 2, Attention.LATENT)
 TOKENS = 32
+
+
+def planes(layout: KVLayout, tokens: int) -> list[bytes]:
+    """Return the bytes of each plane of a rank's pool that holds a sequence, the last page first."""
+    pages = Pages(layout, -(-tokens // layout.page_size))
+    for plane in range(len(pages.geometry.planes)):
+        pages.write(plane, 0, pages.sequence(plane, 1, tokens)[::-1])
+    found = [
+        bytes(pages.memory.read(plane.offset, pages.geometry.page_count * plane.page_stride))
+        for plane in pages.geometry.planes
+    ]
+    pages.close()
+    return found
 
 
 def rows(layout: KVLayout) -> dict[tuple[int, int, int, int], bytes]:
@@ -17,10 +31,10 @@ def rows(layout: KVLayout) -> dict[tuple[int, int, int, int], bytes]:
     row, size, heads = layout.model.head_bytes, layout.page_size, list(layout.heads)
     page_count = TOKENS // size
     found = {}
-    planes = iter(pattern.planes(layout, page_count))
+    of_rank = iter(planes(layout, TOKENS))
     for kind in range(layout.model.kinds):
         for layer in layout.layers:
-            plane = next(planes)
+            plane = next(of_rank)
             assert len(plane) == page_count * size * len(heads) * row
             for token in range(TOKENS):
                 page, inside = divmod(token, size)
@@ -30,7 +44,7 @@ def rows(layout: KVLayout) -> dict[tuple[int, int, int, int], bytes]:
                         place = index * size + inside
                     at = ((page_count - 1 - page) * size * len(heads) + place) * row
                     found[kind, layer, token, head] = plane[at : at + row]
-    assert next(planes, None) is None
+    assert next(of_rank, None) is None
     return found
 
 
@@ -57,13 +71,35 @@ def test_each_place_has_bytes_of_its_own_and_longer_rooms_begin_with_those_of_sh
     layout = KVLayout(SHAPE, Parallel(), 8)
     found = list(rows(layout).values())
     assert len(set(found)) == len(found)
-    short, long = pattern.planes(layout, 2), pattern.planes(layout, 4)
+    short, long = planes(layout, 16), planes(layout, 32)
     assert [plane[len(plane) // 2 :] for plane in long] == short
 
 
 def test_blobs_of_opaque_pages_depend_on_page_head_and_layer() -> None:
     layout = KVLayout(SHAPE, Parallel(), 8, PageOrder.OPAQUE)
-    planes = pattern.planes(layout, 4)
+    of_rank = planes(layout, 32)
     size = layout.opaque_bytes
-    blobs = [plane[at : at + size] for plane in planes for at in range(0, len(plane), size)]
-    assert len(planes) == 3 and len(blobs) == len(set(blobs)) == 3 * 4 * 4
+    blobs = [plane[at : at + size] for plane in of_rank for at in range(0, len(plane), size)]
+    assert len(of_rank) == 3 and len(blobs) == len(set(blobs)) == 3 * 4 * 4
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_tokens_that_are_put_chunk_by_chunk_lie_where_a_whole_sequence_has_them(order: PageOrder) -> None:
+    layout = KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 8, order)
+    one, other = Pages(layout, 5), Pages(layout, 5)
+    data, table = content(7, 29, layout), [4, 1, 3, 0]
+    for first, end in ((0, 16), (16, 29)):
+        one.put(one.planes, table[first // 8 : -(-end // 8)], data, first, end)
+    for plane in range(len(other.geometry.planes)):
+        other.scatter(plane, table, other.sequence(plane, 7, 29))
+    assert np.array_equal(one.planes, other.planes)
+    assert one.planes[:, :, table].any() and not one.planes[:, :, 2].any()
+    one.close()
+    other.close()
+
+
+def test_content_longer_than_the_random_stream_repeats_no_row_of_a_head() -> None:
+    long = content(3, 20_000, KVLayout(ModelShape(1, 2, 32, 2), Parallel(), 16))
+    assert long.nbytes > 4 << 20
+    rows = long.reshape(-1, 64).view("V64").ravel()
+    assert len(np.unique(rows)) == len(rows)

@@ -1,0 +1,203 @@
+"""The pages of a rank and their expected content, computed by this file's own arithmetic.
+
+Called by all that plays an engine: `longshore verify`, the benchmarks, and tests of agents. Must not ask planners or a
+layout which layers and heads a rank holds: moved bytes are compared with these.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore_client.memory import pool_geometry
+from longshore_lab.test_engine.memory import HostMemory, Memory
+from longshore_wire.layout import Attention, KVLayout, PageOrder
+
+Bytes = npt.NDArray[np.uint8]
+
+# The content of all sequences is a piece of one random stream, which is repeated. A prime number, so that two rows of a
+# sequence begin at the same byte of the stream only if a million rows are between them.
+_STREAM_BYTES = 1_048_583
+_STREAM_SEED = 20261201
+# Multiples of these numbers, modulo 2**64, are spread evenly. They separate the beginnings of sequences and of planes.
+_SEQUENCE_STEP, _PLANE_STEP, _MASK = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, (1 << 64) - 1
+_POISON = 0xDE
+
+
+def held(layout: KVLayout) -> tuple[list[int], list[int]]:
+    """Return the global layers and heads that a rank must hold, by the definition of its parallel sizes.
+
+    Layers: as given; else split evenly over the stages, the first ones take the remainder. Heads: split into equal shares.
+    With more ranks than heads, several adjacent ranks hold copies of a head.
+    """
+    model, place = layout.model, layout.parallel
+    counts = layout.stage_layers or [
+        model.layers // place.pp + (stage < model.layers % place.pp) for stage in range(place.pp)
+    ]
+    first = sum(counts[: place.pp_rank])
+    heads = [place.tp_rank * model.kv_heads // place.tp]
+    if place.tp <= model.kv_heads:
+        heads = [head for head in range(model.kv_heads) if head * place.tp // model.kv_heads == place.tp_rank]
+    return list(range(first, first + counts[place.pp_rank])), heads
+
+
+def unit_tokens(layout: KVLayout) -> int:
+    """Return the smallest number of tokens that can be addressed in a page: one, or the whole page if it is opaque."""
+    return layout.page_size if layout.order is PageOrder.OPAQUE else 1
+
+
+def kind_count(layout: KVLayout) -> int:
+    """Return 2 for K and V; 1 for a latent, and for opaque pages, which hold both."""
+    is_one = layout.order is PageOrder.OPAQUE or layout.model.attention is Attention.LATENT
+    return 1 if is_one else 2
+
+
+def layer_content(seed: int, kind: int, layer: int, end_token: int, layout: KVLayout) -> Bytes:
+    """Return K (`kind` 0) or V of one layer of a sequence, [token, head, byte]; opaque: [page, head, byte].
+
+    It has all heads, is the same for every process and layout, and begins with the content of shorter sequences. It may be
+    a view that cannot be written.
+    """
+    row_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
+    shape = (-(-end_token // unit_tokens(layout)), layout.model.kv_heads, row_bytes)
+    length = shape[0] * shape[1] * shape[2]
+    plane = kind * layout.model.layers + layer
+    begin = ((seed * _SEQUENCE_STEP + plane * _PLANE_STEP) & _MASK) % _STREAM_BYTES
+    data = _stream()[begin : begin + length]
+    if len(data) < length:
+        data = np.concatenate([data, np.resize(_stream(), length - len(data))])
+    return data.reshape(shape)
+
+
+def content(seed: int, end_token: int, layout: KVLayout) -> Bytes:
+    """Return the cache of a sequence, [K and V, layer, token, head, byte], of all layers and heads; see `layer_content`."""
+    layers = range(layout.model.layers)
+    kinds = range(kind_count(layout))
+    return np.stack(
+        [np.stack([layer_content(seed, kind, layer, end_token, layout) for layer in layers]) for kind in kinds]
+    )
+
+
+class Pool:
+    """The memory of one rank's pages.
+
+    Args:
+        layout: of the rank.
+        page_count: pages of each plane.
+        allocate: returns memory of this many bytes.
+    Attributes:
+        geometry: for `Client.register_pool`.
+        memory: of the pages, which `close` frees.
+    """
+
+    def __init__(self, layout: KVLayout, page_count: int, allocate: Callable[[int], Memory] = HostMemory) -> None:
+        self.layout = layout
+        self.geometry = pool_geometry(layout, page_count)
+        self.memory = allocate(self.geometry.region_bytes[0])
+
+    def close(self) -> None:
+        """Free the memory. The agent must not use it any more."""
+        self.memory.close()
+
+
+class Pages(Pool):
+    """The pages of one rank.
+
+    In host memory:
+
+    Attributes:
+        planes: the content of all pages, [K and V, layer, page, slot, head, byte].
+        expected: what `planes` should be, once `poison` was called.
+    """
+
+    planes: Bytes
+    expected: Bytes
+
+    def __init__(self, layout: KVLayout, page_count: int, allocate: Callable[[int], Memory] = HostMemory) -> None:
+        super().__init__(layout, page_count, allocate)
+        self._layers, self._heads = held(layout)
+        self._row_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
+        self._slots = layout.page_size // unit_tokens(layout)
+        if isinstance(self.memory, HostMemory):
+            pages = self._as_pages(self.memory.read(0, self.geometry.region_bytes[0]), len(self.geometry.planes))
+            self.planes = pages.reshape(kind_count(layout), len(self._layers), *pages.shape[1:])
+
+    # -- in host memory --------------------------------------------------------------------------------------------
+
+    def poison(self) -> None:
+        """Fill all pages with a pattern, and expect it everywhere."""
+        self.planes[:] = _POISON
+        self.expected = self.planes.copy()
+
+    def put(self, where: Bytes, pages: Sequence[int], data: Bytes, first_token: int, end_token: int) -> None:
+        """Write tokens [first, end) of a sequence's `content` into an array shaped as `planes`; whole pages if opaque.
+
+        Args:
+            pages: those from the page of `first_token` on.
+        """
+        unit = unit_tokens(self.layout)
+        first, end = first_token // unit, -(-end_token // unit)
+        units = np.arange(first, end)
+        numbers = np.asarray(pages, dtype=np.int64)[units // self._slots - first_token // self.layout.page_size]
+        # Views, since copies would take most of the time of many tests. Layers, units and heads are adjacent.
+        layers, heads = (slice(own[0], own[-1] + 1) for own in (self._layers, self._heads))
+        where[:, :, numbers, units % self._slots] = data[:, layers, first:end, heads]
+
+    def intact(self) -> bool:
+        """Whether every byte of the pool has its expected value, also where nothing was to be written."""
+        return bool(np.array_equal(self.planes, self.expected))
+
+    # -- in any memory, a plane at a time --------------------------------------------------------------------------
+
+    def sequence(self, plane: int, seed: int, tokens: int) -> Bytes:
+        """Return the pages of a sequence in one plane, in its order, [page, slot, head, byte]; zero after the last token."""
+        kind, layer = divmod(plane, len(self._layers))
+        data = layer_content(seed, kind, self._layers[layer], tokens, self.layout)
+        page_count = -(-len(data) // self._slots)
+        pages = np.zeros((page_count * self._slots, len(self._heads), self._row_bytes), np.uint8)
+        pages[: len(data)] = data[:, self._heads[0] : self._heads[-1] + 1]
+        return pages.reshape(page_count, self._slots, *pages.shape[1:])
+
+    def read(self, plane: int, first_page: int, end_page: int) -> Bytes:
+        """Return pages [first, end) of one plane, [page, slot, head, byte]; of host memory a view."""
+        where = self.geometry.planes[plane]
+        page_bytes = where.page_stride
+        data = self.memory.read(where.offset + first_page * page_bytes, (end_page - first_page) * page_bytes)
+        pages: Bytes = self._as_pages(data, 1)[0]
+        return pages
+
+    def write(self, plane: int, first_page: int, pages: Bytes) -> None:
+        """Write pages from `first_page` on into one plane, given as `read` returns them."""
+        where = self.geometry.planes[plane]
+        self.memory.write(where.offset + first_page * where.page_stride, self.as_bytes(pages))
+
+    def scatter(self, plane: int, pages: Sequence[int], content: Bytes | int) -> None:
+        """Write these pages of one plane, given as `read` returns them, or fill them with a byte."""
+        whole = self.read(plane, 0, self.geometry.page_count)
+        if whole.flags.writeable:
+            whole[pages] = content
+            return
+        changed = whole.copy()
+        changed[pages] = content
+        self.write(plane, 0, changed)
+
+    def as_bytes(self, pages: Bytes) -> bytes:
+        """Return the bytes of pages, given as `read` returns them, in the order in which they are in memory."""
+        return (pages.swapaxes(1, 2) if self.layout.order is PageOrder.HND else pages).tobytes()
+
+    def _as_pages(self, data: Any, plane_count: int) -> Bytes:
+        """Return bytes of as many pages of each plane as [plane, page, slot, head, byte]."""
+        head_major = self.layout.order is PageOrder.HND
+        inner = (len(self._heads), self._slots) if head_major else (self._slots, len(self._heads))
+        pages = np.frombuffer(data, np.uint8).reshape(plane_count, -1, *inner, self._row_bytes)
+        return pages.swapaxes(2, 3) if head_major else pages
+
+
+@functools.cache
+def _stream() -> Bytes:
+    return np.frombuffer(random.Random(_STREAM_SEED).randbytes(_STREAM_BYTES), np.uint8)
