@@ -20,7 +20,6 @@ from pathlib import Path
 import zmq
 
 from longshore_client import Half
-from longshore_lab.bench.pages import Content
 from longshore_lab.bench.report import machine
 from longshore_lab.bench.scene import Course, Engine, Scene, Stage, open_stage
 from longshore_wire.layout import ModelShape
@@ -88,16 +87,15 @@ def pin(pids: list[int]) -> None:
 
 def open_scene(stage: Stage, slabs: int) -> Scene:
     """Start two agents with one single-rank engine each; prefill's has `slabs` tokens of KV."""
-    content = Content(MODEL.kv_heads * MODEL.head_bytes, slabs)
     sides: dict[Half, Engine] = {}
     for name, half, seed in (("prefill", Half.SOURCE, 1), ("decode", Half.TARGET, 2)):
         agent = stage.agent(name)
         agent.wait_ready()
         pages = stage.pages(MODEL, 1, _PAGE_SIZE, slabs, seed)
         if half is Half.SOURCE:
-            pages[0].fill(content, slabs)
+            pages[0].fill(slabs)
         sides[half] = stage.engine(f"{name}-engine", agent, pages, half)
-    return stage.scene(Course("control", "Staged", 1, 1), sides[Half.SOURCE], sides[Half.TARGET], content)
+    return stage.scene(Course("control", "Staged", 1, 1), sides[Half.SOURCE], sides[Half.TARGET])
 
 
 def messages_s(count: int) -> float:

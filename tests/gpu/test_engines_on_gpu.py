@@ -57,25 +57,23 @@ def test_an_engine_with_its_pages_on_a_gpu_gives_the_tokens_and_bytes_of_one_on_
         found.append((steps, engine.pool.digest_tokens(pages, 0, 137), engine.pool.dump_tokens(pages, 3, 130).tolist()))
         engine.pool.zero(pages, 0, 137)
         assert not engine.pool.dump_tokens(pages, 0, 137).any()
-        memory = engine.pool.device_memory
-        assert (memory is not None and memory.tensor.is_cuda) == bool(mine)
+        assert engine.pool.planes.is_cuda == bool(mine)
         engine.close()
     assert found[0] == found[1]
 
 
 def test_a_benchmark_finds_one_wrong_byte_on_a_gpu(devices: list[str]) -> None:
     from longshore_lab.bench import BenchError
-    from longshore_lab.bench.device_pages import DevicePages
-    from longshore_lab.bench.pages import Content
+    from longshore_lab.bench.pages import open_pages
 
-    content = Content(SHAPE.kv_heads * SHAPE.head_bytes, 21)
-    pages = DevicePages(KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 4), 21, 5, devices[-1])
-    pages.fill(content, 21)
-    pages.check(content, 21)
+    pages = open_pages(KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 4), 21, 5, devices[-1])
+    pages.fill(21)
+    pages.check(21)
     plane = pages.geometry.planes[-1]
-    pages._on_device.tensor[plane.offset + pages.table[2] * plane.page_stride] ^= 1
+    place = plane.offset + pages.table[2] * plane.page_stride
+    pages.memory.write(place, bytes([pages.memory.read(place, 1)[0] ^ 1]))
     with pytest.raises(BenchError, match="token 8 of plane 3"):
-        pages.check(content, 21)
+        pages.check(21)
     pages.close()
 
 

@@ -6,8 +6,6 @@ that no work is queued.
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 from longshore_wire.engine_messages import DeviceRegion
@@ -18,20 +16,26 @@ class PretendMemory:
 
     def __init__(self, length_bytes: int, device: str) -> None:
         self.tensor = torch.zeros(length_bytes, dtype=torch.uint8)
-        self.name = f"GPU-of-{device}"
-        self.region = DeviceRegion(bytes(64), 0)
+        self.device_name = f"GPU-of-{device}"
+        self.regions = [DeviceRegion(bytes(64), 0)]
         self._seen = self.tensor.clone()
 
     @property
     def settled(self) -> bool:
         return torch.equal(self._seen, self.tensor)
 
-    def put(self, image: mmap.mmap) -> None:
-        self.tensor.copy_(torch.frombuffer(image, dtype=torch.uint8))
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        self.tensor[offset_bytes : offset_bytes + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.settle()
 
-    def get(self, image: mmap.mmap) -> None:
-        torch.frombuffer(image, dtype=torch.uint8).copy_(self.tensor)
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        return self.tensor[offset_bytes : offset_bytes + length_bytes].numpy().tobytes()
+
+    def clear(self, offset_bytes: int, length_bytes: int) -> None:
+        self.write(offset_bytes, bytes(length_bytes))
+
+    def close(self) -> None:
+        pass
 
     def settle(self) -> None:
         self._seen = self.tensor.clone()

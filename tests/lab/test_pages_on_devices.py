@@ -15,17 +15,17 @@ from pretend_devices import PretendMemory
 
 from longshore_cli.lifetime import parts_watched
 from longshore_cli.local_agents import LocalAgent
-from longshore_lab.bench import BenchError, device_pages, scene
-from longshore_lab.bench.device_pages import DevicePages
-from longshore_lab.bench.pages import Content
+from longshore_lab.bench import BenchError
+from longshore_lab.bench.pages import SequencePages, open_pages
 from longshore_lab.bench.scene import Stage
-from longshore_lab.engine import cache, connector
+from longshore_lab.engine import cache, device_memory
 from longshore_lab.engine.cache import POISON_PATTERN, PagePool
 from longshore_lab.engine.config import ModelConfig, RankOptions
 from longshore_lab.engine.connector import Connector, ConnectorOptions, Registration
 from longshore_lab.engine.device_memory import DeviceMemory
 from longshore_lab.engine.errors import EngineError
 from longshore_lab.engine.rank import EngineRank
+from longshore_lab.test_engine import ranks
 from longshore_wire.engine_messages import DeviceRegion, Half
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
 
@@ -36,13 +36,13 @@ SHAPE = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "DeviceMemory", PretendMemory)
-    monkeypatch.setattr(device_pages, "DeviceMemory", PretendMemory)
+    monkeypatch.setattr(device_memory, "DeviceMemory", PretendMemory)
 
 
 def memory_of(pool: PagePool) -> PretendMemory:
-    found = pool.device_memory
-    assert isinstance(found, PretendMemory)
-    return found
+    memory = pool.memory
+    assert isinstance(memory, PretendMemory)
+    return memory
 
 
 @pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
@@ -57,7 +57,7 @@ def test_an_engine_whose_pages_are_on_a_gpu_gives_the_same_tokens_and_bytes(orde
         second = engine.prefill(prompt, pages, 20, 37)
         dumped = engine.pool.dump_tokens(pages, 0, 37).view(torch.int32).tolist()
         found.append((first, second, engine.pool.digest_tokens(pages, 0, 37), dumped, engine.pool.geometry))
-        assert (engine.pool.region_fd == -1) == bool(devices)
+        assert (engine.pool.memory.device_name != "cpu") == bool(devices)
         engine.close()
     assert found[0] == found[1]
 
@@ -65,7 +65,7 @@ def test_an_engine_whose_pages_are_on_a_gpu_gives_the_same_tokens_and_bytes(orde
 def test_what_writes_pages_on_a_gpu_returns_when_they_are_written(pretended: None) -> None:
     pool = PagePool(KVLayout(SMALL.shape, Parallel(1, 0), 4), 5, device="cuda:0")
     memory = memory_of(pool)
-    assert memory.name == "GPU-of-cuda:0"
+    assert memory.device_name == "GPU-of-cuda:0"
     assert memory.settled
     assert set(memory.tensor.view(torch.int32)[:100].tolist()) == {POISON_PATTERN}
     rows = torch.ones(6, 6, 8)
@@ -81,29 +81,27 @@ def test_what_writes_pages_on_a_gpu_returns_when_they_are_written(pretended: Non
 
 
 @pytest.fixture
-def pages(pretended: None) -> Iterator[DevicePages]:
-    made = DevicePages(KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 4), 21, 5, "cuda:1")
+def pages(pretended: None) -> Iterator[SequencePages]:
+    made = open_pages(KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 4), 21, 5, "cuda:1")
     yield made
     made.close()
 
 
-def test_pages_of_a_benchmark_are_filled_wiped_and_compared_where_they_lie(pages: DevicePages) -> None:
-    content = Content(SHAPE.kv_heads * SHAPE.head_bytes, 21)
-    memory = pages._on_device
+def test_pages_of_a_benchmark_are_filled_wiped_and_compared_where_they_lie(pages: SequencePages) -> None:
+    memory = pages.memory
     assert isinstance(memory, PretendMemory)
-    assert (pages.device, pages.regions) == ("GPU-of-cuda:1", [memory.region])
-    pages.fill(content, 21)
+    assert memory.device_name == "GPU-of-cuda:1"
+    pages.fill(21)
     assert memory.settled
-    pages.check(content, 21)
+    pages.check(21)
     plane = pages.geometry.planes[-1]
-    # Only on the GPU: the host's image is still right.
     memory.tensor[plane.offset + pages.table[2] * plane.page_stride] ^= 1
     with pytest.raises(BenchError, match="token 8 of plane 3"):
-        pages.check(content, 21)
+        pages.check(21)
     pages.wipe(21)
     assert not memory.tensor[: plane.offset + 6 * plane.page_stride].any()
     with pytest.raises(BenchError, match="token 0 of plane 0"):
-        pages.check(content, 21)
+        pages.check(21)
 
 
 def test_memory_that_torch_cannot_give_is_a_typed_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +139,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     def connect(path: str, *, device: str, **known: object) -> HeardClient:
         return HeardClient(device)
 
-    monkeypatch.setattr(connector, "connect", connect)
-    monkeypatch.setattr(scene, "connect", connect)
+    monkeypatch.setattr(ranks, "connect", connect)
     monkeypatch.setattr(HeardClient, "heard", [])
     return HeardClient.heard
 
@@ -173,6 +170,6 @@ def test_ranks_of_a_benchmark_are_dealt_to_their_devices_and_tell_their_agent(
         stage.engine("decode", agent, pages, Half.TARGET)
         stage.engine("host", agent, stage.pages(SHAPE, 1, 4, 8, 0), Half.TARGET)
     devices = [f"GPU-of-cuda:{index}" for index in (2, 3, 2, 3)]
-    assert [mine.device for mine in pages] == devices
+    assert [mine.memory.device_name for mine in pages] == devices
     assert sorted(name for name, _ in heard) == sorted([*devices, "cpu"])
     assert all(isinstance(region, DeviceRegion) == (name != "cpu") for name, region in heard)

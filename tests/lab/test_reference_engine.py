@@ -191,7 +191,7 @@ def test_another_mapping_of_the_region_finds_each_token_where_the_geometry_says(
     geometry = rank.pool.geometry
     row_bytes = SMALL.head_dim * 4
     assert len(geometry.planes) == 2 * SMALL.layers
-    with mmap.mmap(rank.pool.region_fd, geometry.region_bytes[0], prot=mmap.PROT_READ) as region:
+    with mmap.mmap(rank.pool.memory.descriptor, geometry.region_bytes[0], prot=mmap.PROT_READ) as region:
         for number, plane in enumerate(geometry.planes):
             for token in range(14):
                 for head in range(SMALL.kv_heads):
@@ -203,7 +203,7 @@ def test_another_mapping_of_the_region_finds_each_token_where_the_geometry_says(
 
 def test_the_region_cannot_be_shrunk_under_another_process() -> None:
     rank = EngineRank(RankOptions(model=SMALL, page_count=2))
-    with pytest.raises(PermissionError), open(rank.pool.region_fd, "r+b", closefd=False) as region:
+    with pytest.raises(PermissionError), open(rank.pool.memory.descriptor, "r+b", closefd=False) as region:
         region.truncate(0)
     rank.close()
 
@@ -308,7 +308,7 @@ def test_an_extension_runs_beside_the_engine_and_gets_its_own_options(
         "    def handle(self, body):\n"
         "        return b'%d %s %s' % (self.engine.pool.page_count, self.options, body)\n"
         "    def close(self):\n"
-        "        assert self.engine.pool.region_fd >= 0\n"
+        "        assert self.engine.pool.memory.descriptor >= 0\n"
     )
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
     with EngineProcesses(RankOptions(model=SMALL, page_count=8, extension="beside:Beside"), [b"seven"]) as instance:

@@ -28,7 +28,6 @@ from longshore_client import Half
 from longshore_lab import devices
 from longshore_lab.bench import report
 from longshore_lab.bench.errors import BenchError
-from longshore_lab.bench.pages import Content
 from longshore_lab.bench.scene import UNKNOWN_WIRE, Course, Scene, Stage, check_direct, open_stage
 from longshore_lab.devices import HOST, Placement
 from longshore_wire.crossover import WHOLE_PAGES, Crossover, Measured, Row, read, write
@@ -186,13 +185,12 @@ def _scenes(
     """Start engines whose pages are one run each, with a sequence of `bytes_max` at prefill."""
     page_size = run_bytes // _TOKEN_RUN_BYTES
     tokens = bytes_max // (_PLANES * _TOKEN_RUN_BYTES)
-    content = Content(_TOKEN_RUN_BYTES, tokens)
     near = stage.pages(MODEL, 1, page_size, tokens, 200, placement.prefill)
     far = stage.pages(MODEL, 1, page_size, tokens, 100, placement.decode)
-    near[0].fill(content, tokens)
+    near[0].fill(tokens)
     source = stage.engine(f"prefill-{run_bytes}", prefill, near, Half.SOURCE)
     return [
-        stage.scene(course, source, stage.engine(f"decode-{number}-{run_bytes}", agent, far, Half.TARGET), content)
+        stage.scene(course, source, stage.engine(f"decode-{number}-{run_bytes}", agent, far, Half.TARGET))
         for number, (course, agent) in enumerate(decodes.items())
     ]
 

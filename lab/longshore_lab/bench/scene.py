@@ -11,20 +11,20 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from longshore_cli.lifetime import Watch, parts_watched
 from longshore_cli.local_agents import LocalAgent
-from longshore_client import Client, Half, connect
+from longshore_client import Client, Half
 from longshore_lab.bench.errors import BenchError
-from longshore_lab.bench.pages import Content, Pages
+from longshore_lab.bench.pages import SequencePages, open_pages
 from longshore_lab.devices import CPU, HOST, Placement, device_of
+from longshore_lab.test_engine.ranks import registered, side_by_side
 from longshore_wire.engine_messages import RoomEvent, RoomEventKind
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
@@ -85,7 +85,7 @@ class Engine:
 
     name: str
     clients: list[Client]
-    pages: list[Pages]
+    pages: list[SequencePages]
     agent: LocalAgent
 
 
@@ -98,16 +98,15 @@ class Scene:
 
     _rooms = itertools.count(1)
 
-    def __init__(self, course: Course, source: Engine, target: Engine, content: Content) -> None:
+    def __init__(self, course: Course, source: Engine, target: Engine) -> None:
         self.course = course
         self.source = source
         self.target = target
-        self._content = content
         self._endpoint = source.clients[0].endpoint(_START_S)
         self.clocks = [_process_clock(pid) for pid in self.worker_pids()]
         self.last_room = 0
         self._ranks = ThreadPoolExecutor(len(source.clients), "rank")
-        self._event_pause_s = _EVENT_PAUSE_S if target.pages[0].device == CPU else _GPU_EVENT_PAUSE_S
+        self._event_pause_s = _EVENT_PAUSE_S if target.pages[0].memory.device_name == CPU else _GPU_EVENT_PAUSE_S
 
     def move(self, token_count: int) -> Moved:
         """Move tokens [0, n) of the sequence once and compare every byte. The claim is made before the offer.
@@ -164,7 +163,7 @@ class Scene:
             for client in engine.clients:
                 _forget_events(client, half, rooms)
         for pages in self.target.pages:
-            pages.check(self._content, count * token_count)
+            pages.check(count * token_count)
         seconds = [ended_s[room] - begun_s[room] for room in rooms]
         return Crowd(seconds, max(ended_s.values()) - min(begun_s.values()))
 
@@ -237,7 +236,7 @@ class Scene:
             if end.reason is not Reason.NONE:
                 raise BenchError(f"{self.course.name}: room {room} failed: {end.reason.name}: {end.text}")
         for pages in self.target.pages:
-            pages.check(self._content, token_count)
+            pages.check(token_count)
 
     def _wait_prefetched(self, room: int) -> None:
         """Wait until every source rank has answered the claim with its demand."""
@@ -280,33 +279,25 @@ class Stage:
         """Return a stage whose engines end with `stack`, before the agents."""
         return Stage(stack, self._settings, self._directory, self._watch)
 
-    def scene(self, course: Course, source: Engine, target: Engine, content: Content) -> Scene:
+    def scene(self, course: Course, source: Engine, target: Engine) -> Scene:
         """Set up a course between registered engines and watch their workers, which must not end."""
         for engine in (source, target):
             if engine.name not in self._engines_watched:
                 self._engines_watched.add(engine.name)
                 self._stack.callback(engine.agent.workers_watched_by(self._watch, [engine.name]))
-        scene = Scene(course, source, target, content)
+        scene = Scene(course, source, target)
         self._stack.callback(scene.close)
         return scene
 
-    def engine(self, name: str, agent: LocalAgent, pages: list[Pages], half: Half) -> Engine:
+    def engine(self, name: str, agent: LocalAgent, pages: list[SequencePages], half: Half) -> Engine:
         """Register all ranks of an engine at an agent."""
 
-        def register(mine: Pages) -> Client:
-            client = connect(
-                agent.socket_path,
-                instance=name,
-                layout=mine.layout,
-                device=mine.device,
-                roles=(half,),
-                timeout_s=_START_S,
-            )
+        def register(mine: SequencePages) -> Client:
+            client = registered(agent.socket_path, name, mine, (half,), _START_S)
             self._stack.callback(client.close)
-            client.register_pool(0, mine.geometry, mine.regions, timeout_s=_START_S)
             return client
 
-        return Engine(name, _side_by_side(register, pages), pages, agent)
+        return Engine(name, side_by_side(register, pages), pages, agent)
 
     def pages(
         self,
@@ -316,12 +307,12 @@ class Stage:
         token_count: int,
         seed: int,
         devices: Sequence[str] = (),
-    ) -> list[Pages]:
+    ) -> list[SequencePages]:
         """Make the pools of all ranks of an engine, on these GPUs or in shared memory."""
         made = []
         for rank in range(tp):
             layout = KVLayout(model, Parallel(tp=tp, tp_rank=rank), page_size)
-            made.append(_open_pages(layout, token_count, seed + rank, device_of(devices, rank)))
+            made.append(open_pages(layout, token_count, seed + rank, device_of(devices, rank)))
             self._stack.callback(made[-1].close)
         return made
 
@@ -350,8 +341,6 @@ def open_scenes(
         directory: an empty directory for the agents' sockets.
         placement: the devices of the pages.
     """
-    row_bytes = model.kv_heads * model.head_bytes
-    content = Content(row_bytes, token_count)
     with open_stage(settings, directory) as stage:
         target_pages = {
             tp: stage.pages(model, tp, page_size, token_count, 100, placement.decode)
@@ -362,7 +351,7 @@ def open_scenes(
             for tp in sorted({c.source_tp for c in courses})
         }
         for pages in itertools.chain(*source_pages.values()):
-            pages.fill(content, token_count)
+            pages.fill(token_count)
         prefill = stage.agent("prefill")
         decodes = [
             prefill
@@ -376,7 +365,7 @@ def open_scenes(
         scenes = []
         for index, (course, agent) in enumerate(zip(courses, decodes, strict=True)):
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
-            scenes.append(stage.scene(course, sources[course.source_tp], target, content))
+            scenes.append(stage.scene(course, sources[course.source_tp], target))
         # With torch loaded, a garbage collection takes 100 ms, which must not delay a room.
         gc.collect()
         gc.freeze()
@@ -392,39 +381,6 @@ def check_direct(scenes: Sequence[Scene]) -> None:
             raise BenchError(
                 f"{scene.course.name}: no write was direct: these GPUs do not reach each other's memory; choose others, or one"
             )
-
-
-def _side_by_side(register: Callable[[Pages], Client], pages: Sequence[Pages]) -> list[Client]:
-    """Return a client for each rank's pages, in their order.
-
-    The threads are daemons: an interrupt does not wait for one that still waits for an agent.
-    """
-    done: SimpleQueue[tuple[int, Client | Exception]] = SimpleQueue()
-
-    def run(rank: int, mine: Pages) -> None:
-        try:
-            done.put((rank, register(mine)))
-        except Exception as error:  # noqa: BLE001 -- raised again below, in the main thread
-            done.put((rank, error))
-
-    for rank, mine in enumerate(pages):
-        threading.Thread(target=run, args=(rank, mine), name=f"register-{rank}", daemon=True).start()
-    clients: dict[int, Client] = {}
-    while len(clients) < len(pages):
-        rank, found = done.get()
-        if isinstance(found, Exception):
-            raise found
-        clients[rank] = found
-    return [clients[rank] for rank in range(len(pages))]
-
-
-def _open_pages(layout: KVLayout, token_count: int, seed: int, device: str) -> Pages:
-    if device == CPU:
-        return Pages(layout, token_count, seed)
-    # Imported here because it loads torch, which a run in host memory does not need.
-    from longshore_lab.bench.device_pages import DevicePages
-
-    return DevicePages(layout, token_count, seed, device)
 
 
 def _forget_events(client: Client, half: Half, rooms: Sequence[int]) -> None:

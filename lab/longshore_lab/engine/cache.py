@@ -1,15 +1,12 @@
-"""Holds one rank's paged KV in one memory region that other processes can map: shared memory or GPU memory.
+"""Holds one rank's paged KV as tensors in a pool of the test engine: in shared memory or GPU memory.
 
 Called by the decoder (write, read), which always computes on the CPU, and by checks of a transfer (dump, digest, zero).
-Knows pages and bytes, but neither models nor the processes that map the region.
+Knows pages and bytes, but neither models nor the processes that map the memory.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import mmap
-import os
 from collections.abc import Sequence
 
 import torch
@@ -20,14 +17,16 @@ from longshore_lab.engine.commands import HeadDigest
 from longshore_lab.engine.device_memory import DeviceMemory
 from longshore_lab.engine.errors import EngineError
 from longshore_lab.engine.pages import pages_for
-from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+from longshore_lab.test_engine.memory import HostMemory, Memory
+from longshore_lab.test_engine.pages import Pool
+from longshore_wire.layout import KVLayout, PageOrder
 
 # A quiet NaN that arithmetic does not produce, so that a dump shows which bytes were never written.
 POISON_PATTERN = 0x7FC0DEAD
 DIGEST_BYTES = 16
 
 
-class PagePool:
+class PagePool(Pool):
     """K and V pages of a rank's layers and heads, float32, in one memfd or one tensor on a GPU.
 
     Methods that write pages return when the write is complete, so that an agent's process may access them.
@@ -35,9 +34,6 @@ class PagePool:
     Attributes:
         layout: the rank's share of the cache.
         page_count: pages in the pool.
-        geometry: the position of each plane in the region: K of each local layer, then V of each.
-        region_fd: file descriptor of the region, owned by the pool until `close`; -1 if it is on a GPU.
-        device_memory: the region on a GPU; None if it is in shared memory.
         planes: [2 * layers, page_count, page_size, heads, head_dim], a view with the page order's strides.
     """
 
@@ -45,35 +41,31 @@ class PagePool:
         layout.check()
         if layout.order is PageOrder.OPAQUE or layout.model.element_bytes != torch.float32.itemsize:
             raise EngineError(f"layout is {layout}: the reference pool holds float32 pages in NHD or HND order")
-        self.layout = layout
+
+        self._on_gpu: DeviceMemory | None = None
+
+        def allocate(length_bytes: int) -> Memory:
+            if device == CPU:
+                return HostMemory(length_bytes)
+            self._on_gpu = DeviceMemory(length_bytes, device)
+            return self._on_gpu
+
+        super().__init__(layout, page_count, allocate)
         self.page_count = page_count
-        self.geometry = _geometry(layout, page_count)
-        self.region_fd = -1
-        self.device_memory: DeviceMemory | None = None
-        if device == CPU:
-            self.region_fd = _sealed_region(self.geometry.region_bytes[0])
+        if self._on_gpu is None:
             # The mapping lives as long as a tensor refers to it, so that no access after `close` reads unmapped memory.
-            mapping = mmap.mmap(self.region_fd, self.geometry.region_bytes[0])
-            flat = torch.frombuffer(mapping, dtype=torch.float32)
+            flat = torch.frombuffer(self.memory.read(0, self.geometry.region_bytes[0]), dtype=torch.float32)
         else:
-            self.device_memory = DeviceMemory(self.geometry.region_bytes[0], device)
-            flat = self.device_memory.tensor.view(torch.float32)
+            flat = self._on_gpu.tensor.view(torch.float32)
         planes, heads, head_dim = 2 * len(layout.layers), len(layout.heads), layout.model.head_dim
-        used = flat[: planes * page_count * layout.page_size * heads * head_dim]
         if layout.order is PageOrder.NHD:
-            self.planes = used.view(planes, page_count, layout.page_size, heads, head_dim)
+            self.planes = flat.view(planes, page_count, layout.page_size, heads, head_dim)
         else:
-            self.planes = used.view(planes, page_count, heads, layout.page_size, head_dim).transpose(2, 3)
-        self._words = used.view(torch.int32).view(planes, page_count, -1)
+            self.planes = flat.view(planes, page_count, heads, layout.page_size, head_dim).transpose(2, 3)
+        self._words = flat.view(torch.int32).view(planes, page_count, -1)
         if poison:
             self._words.fill_(POISON_PATTERN)
         self._settle()
-
-    def close(self) -> None:
-        """Close the region's file descriptor; existing views stay valid. A second call does nothing."""
-        if self.region_fd >= 0:
-            os.close(self.region_fd)
-            self.region_fd = -1
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill whole pages of every plane with a NaN pattern.
@@ -174,32 +166,5 @@ class PagePool:
 
     def _settle(self) -> None:
         """Wait for queued work if the pages are on a GPU."""
-        if self.device_memory is not None:
-            self.device_memory.settle()
-
-
-def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
-    row_bytes = layout.model.head_dim * layout.model.element_bytes
-    heads = len(layout.heads)
-    page_bytes = layout.page_size * heads * row_bytes
-    nhd = layout.order is PageOrder.NHD
-    token_stride = heads * row_bytes if nhd else row_bytes
-    head_stride = row_bytes if nhd else layout.page_size * row_bytes
-    planes = tuple(
-        PlaneGeometry(0, plane * page_count * page_bytes, page_bytes, token_stride, head_stride)
-        for plane in range(2 * len(layout.layers))
-    )
-    region_bytes = -(-len(planes) * page_count * page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    return PoolGeometry(page_count, (region_bytes,), planes)
-
-
-def _sealed_region(region_bytes: int) -> int:
-    """Return a memfd that cannot shrink, so that a process that maps it never gets SIGBUS."""
-    region_fd = os.memfd_create("longshore-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(region_fd, region_bytes)
-        fcntl.fcntl(region_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError:
-        os.close(region_fd)
-        raise
-    return region_fd
+        if self._on_gpu is not None:
+            self._on_gpu.settle()

@@ -7,26 +7,15 @@ connectors of vLLM and SGLang: it registers the rank's pool, offers and claims p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from longshore_client import (
-    AgentLost,
-    Busy,
-    Client,
-    Endpoint,
-    Half,
-    RoomEvent,
-    RoomEventKind,
-    TargetMemory,
-    connect,
-)
-from longshore_lab.devices import CPU
+from longshore_client import Client, Endpoint, Half, RoomEvent, RoomEventKind, TargetMemory, connect
 from longshore_lab.engine.errors import EngineError
+from longshore_lab.test_engine.ranks import insist, left_s, registered
 from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
@@ -41,7 +30,6 @@ CONNECT_TIMEOUT_S = 120.0
 ENDPOINT_TIMEOUT_S = 120.0
 # A call that fails because of a full queue or a restarting agent is retried for this long.
 CALL_TIMEOUT_S = 30.0
-_AGENT_LOST_RETRY_S = 0.1
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -146,28 +134,9 @@ class Connector:
         self._host_parts: dict[int, Part] = {}
         self._open = ExitStack()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-        pool, memory = engine.pool, engine.pool.device_memory
         try:
             for name, agent in self._options.agents.items():
-                host = self._made_host_pool(pool) if agent.host else None
-                client = self._open.enter_context(
-                    connect(
-                        agent.socket,
-                        instance=agent.instance,
-                        layout=engine.options.layout,
-                        device=CPU if memory is None else memory.name,
-                        roles=(self._options.half,),
-                        host_layout=host.layout if host else None,
-                        timeout_s=CONNECT_TIMEOUT_S,
-                    )
-                )
-                self._clients[name] = client
-                if host:
-                    client.register_pool(0, host.geometry, [host.region_fd], TargetMemory.HOST)
-                    continue
-                regions = [pool.region_fd] if memory is None else [memory.region]
-                # On a GPU this compiles the kernels of this layout, so that no room waits for them.
-                client.register_pool(0, pool.geometry, regions, timeout_s=CONNECT_TIMEOUT_S)
+                self._clients[name] = self._registered_host(agent) if agent.host else self._registered(agent)
         except BaseException:
             self._open.close()
             raise
@@ -193,7 +162,7 @@ class Connector:
                 for part in parts:
                     pages = self._host_pages(part) if host else part.pages
                     where = (part.room, endpoint, pages, part.first, part.end)
-                    _insistently(partial(client.receive, *where, memory=memory, digest=digest))
+                    insist(partial(client.receive, *where, memory=memory, digest=digest), _call_end_s())
                     if host:
                         self._host_parts[part.room] = part
                 return b""
@@ -204,13 +173,32 @@ class Connector:
         """Disconnect from the agents, which unmap the pools at once."""
         self._open.close()
 
-    def _made_host_pool(self, pool: PagePool) -> PagePool:
-        """Return the pool in host memory for as many tokens as `pool`."""
+    def _registered(self, agent: Registration) -> Client:
+        roles = (self._options.half,)
+        client = registered(agent.socket, agent.instance, self._pool, roles, CONNECT_TIMEOUT_S)
+        return self._open.enter_context(client)
+
+    def _registered_host(self, agent: Registration) -> Client:
+        """Register pages in host memory alone, for as many tokens as the rank's own pool has."""
+        pool = self._pool
         if self._host_pool is None:
             layout = msgspec.structs.replace(pool.layout, page_size=1)
             self._host_pool = type(pool)(layout, pool.page_count * pool.layout.page_size)
             self._open.callback(self._host_pool.close)
-        return self._host_pool
+        host = self._host_pool
+        client = self._open.enter_context(
+            connect(
+                agent.socket,
+                instance=agent.instance,
+                layout=pool.layout,
+                device=pool.memory.device_name,
+                roles=(self._options.half,),
+                host_layout=host.layout,
+                timeout_s=CONNECT_TIMEOUT_S,
+            )
+        )
+        client.register_pool(0, host.geometry, host.memory.regions, TargetMemory.HOST)
+        return client
 
     def _host_pages(self, part: Part) -> list[int]:
         """Return a page of one token for each token of a part, wherever its own pages are."""
@@ -235,7 +223,7 @@ class Connector:
     def _offer(client: Client, parts: list[Part]) -> Offered:
         first_ns = 0
         for part in parts:
-            _insistently(partial(client.send, part.room, part.pages, part.first, part.end, last=part.last))
+            insist(partial(client.send, part.room, part.pages, part.first, part.end, last=part.last), _call_end_s())
             first_ns = first_ns or time.monotonic_ns()
         return Offered(first_ns)
 
@@ -254,19 +242,8 @@ class Connector:
         return Arrived(done_ns, bytes_moved)
 
     def _wait(self, client: Client, room: int, kinds: set[RoomEventKind], deadline_s: float) -> RoomEvent:
-        return client.wait(room, self._options.half, kinds=kinds, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        return client.wait(room, self._options.half, kinds=kinds, timeout_s=left_s(deadline_s))
 
 
-def _insistently(call: Callable[[], None]) -> None:
-    """Retry a call while queues are full or the agent is away. The last error propagates after CALL_TIMEOUT_S."""
-    deadline_s = time.monotonic() + CALL_TIMEOUT_S
-    while True:
-        try:
-            call()
-        except (Busy, AgentLost) as error:
-            retry_s = error.retry_after_s if isinstance(error, Busy) else _AGENT_LOST_RETRY_S
-            if time.monotonic() + retry_s > deadline_s:
-                raise
-            time.sleep(retry_s)
-        else:
-            return
+def _call_end_s() -> float:
+    return time.monotonic() + CALL_TIMEOUT_S

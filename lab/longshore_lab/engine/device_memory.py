@@ -1,18 +1,18 @@
 """Allocates GPU memory for engines' pages through torch, and exports it to the agent.
 
-Called by `cache` and by the benchmarks' pages. The only file of the laboratory that calls CUDA, so that all others can be
+Called by `cache` and by the benchmarks' pages, for which it is a `test_engine.memory.Memory`. The only file of the laboratory that calls CUDA, so that all others can be
 tested without a GPU. Knows neither pages nor agents.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
 
 import torch
 
 from longshore_client.cuda import device_name, device_region
 from longshore_lab.engine.errors import EngineError
+from longshore_lab.test_engine.memory import Regions
 
 
 class DeviceMemory:
@@ -20,8 +20,8 @@ class DeviceMemory:
 
     Attributes:
         tensor: [length_bytes] uint8 on the GPU.
-        name: the GPU's UUID, in the form that `connect` takes.
-        region: the exported region, in the form that `Client.register_pool` takes.
+        device_name: the GPU's UUID, in the form that `connect` takes.
+        regions: the exported region, in the form that `Client.register_pool` takes.
     Raises:
         EngineError: torch cannot use the device, or it has too little memory.
         ArgumentError: the memory has no handle; names the setting of torch that prevents it.
@@ -32,23 +32,33 @@ class DeviceMemory:
             # The driver uses this thread's current context, which must be that of this device.
             with torch.cuda.device(device):
                 self.tensor = torch.empty(length_bytes, dtype=torch.uint8, device=device)
-                self.name, self.region = device_name(self.tensor), device_region(self.tensor)
+                self.device_name = device_name(self.tensor)
+                self.regions: Regions = [device_region(self.tensor)]
         except (RuntimeError, AssertionError) as error:
             raise EngineError(
                 f"torch {torch.__version__} gives no {length_bytes} bytes on {device}: {error}: use a torch built for this "
                 "machine's CUDA, or another device"
             ) from error
 
-    def put(self, image: mmap.mmap) -> None:
-        """Copy all bytes from host memory."""
-        # The tensor lives for one copy only, so that it cannot outlive the mapping.
-        self.tensor.copy_(torch.frombuffer(image, dtype=torch.uint8))
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        """Change bytes."""
+        # torch takes memory that can be written only.
+        self.tensor[offset_bytes : offset_bytes + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.settle()
 
-    def get(self, image: mmap.mmap) -> None:
-        """Copy all bytes to host memory."""
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a copy of bytes in host memory."""
         self.settle()
-        torch.frombuffer(image, dtype=torch.uint8).copy_(self.tensor)
+        return bytes(self.tensor[offset_bytes : offset_bytes + length_bytes].cpu().numpy().tobytes())
+
+    def clear(self, offset_bytes: int, length_bytes: int) -> None:
+        """Zero bytes."""
+        self.tensor[offset_bytes : offset_bytes + length_bytes].zero_()
+        self.settle()
+
+    def close(self) -> None:
+        """Free it, once no tensor refers to it. The agent must not use it any more."""
+        self.tensor = self.tensor.new_empty(0)
 
     def settle(self) -> None:
         """Wait for all queued work on the device, so that an agent sees every write and none follows."""

@@ -31,7 +31,7 @@ class EngineRank:
 
     Attributes:
         options: the rank's options.
-        pool: its paged KV. An agent needs `pool.region_fd` (or `pool.device_memory`), `pool.geometry` and `options.layout`.
+        pool: its paged KV. An agent needs `pool.memory`, `pool.geometry` and `options.layout`.
         allocator: free pages of the pool, for in-process use. A driver of several ranks has its own.
     Raises:
         EngineError, LayoutError: the options are invalid; names the field.
@@ -46,7 +46,7 @@ class EngineRank:
         self.allocator = PageAllocator(options.page_count, options.shuffle_seed)
 
     def close(self) -> None:
-        """Leave the group and close the pool's file descriptor."""
+        """Leave the group and free the pool."""
         self._group.close()
         self.pool.close()
 
