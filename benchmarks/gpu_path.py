@@ -61,7 +61,7 @@ def all_ask(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[
     """Run a command on all ranks concurrently."""
     for rank in ranks:
         rank.begin(command, **arguments)
-    return [rank.end() for rank in ranks]
+    return [rank.result() for rank in ranks]
 
 
 def start(stack: ExitStack, agent: GPUAgent, role: str, tp: int, device: int, page_count: int) -> list[EngineProcess]:
@@ -128,7 +128,7 @@ class Scene:
         """Move a claimed room; return the times of the first `send`, of its acceptance, and of DONE at decode."""
         self.decode.begin("wait", room=room, half="TARGET", instance="source")
         sends = all_ask(self.prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
-        kind, text, end_s = self.decode.end()
+        kind, text, end_s = self.decode.result()
         if kind != "DONE":
             raise SystemExit(f"room of {tokens} tokens: {text}\n{self.near.log()}\n{self.far.log()}")
         all_ask(self.prefill, "wait", room=room, half="SOURCE", instance="source")

@@ -212,7 +212,7 @@ class Scene:
         near = list(range(-(-tokens // PAGE_SIZE)))
         target.begin("wait", room=room, half="TARGET", instance="prefill")
         start_s, _ = self.prefill.ask("send", room=room, pages=near, tokens=tokens, chunk=tokens)
-        kind, text, end_s = target.end()
+        kind, text, end_s = target.result()
         assert kind == "DONE", text
         self.prefill.ask("wait", room=room, half="SOURCE", instance="prefill")
         return float(end_s - start_s)

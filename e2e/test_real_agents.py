@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-from agent_world import Engine, EngineProcess, Rank, Request, room_ids
+from agent_world import Engine, EngineProcess, Request, room_ids
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 from deployments import Deployments
@@ -21,6 +21,7 @@ from operator_process import OperatorProcess
 from real_agents import MODEL, PAGE_SIZE, PodAgent, move, move_through, process_node
 
 from longshore_client import Busy, Half, HelloRefused, KVLayout, ModelShape, Parallel, RoomEventKind
+from longshore_lab.test_engine.ranks import Rank
 from longshore_spec.names import HTTP_PORT
 
 # Starting an agent, its self-test and its workers loads torch several times on few cores.
@@ -166,7 +167,7 @@ def test_an_engine_of_another_layout_is_refused_by_name_and_stays_missing(field:
     source.endpoint()
     field.reason("EnginesConnected", "EnginesMissing", "False")
     with pytest.raises(HelloRefused, match=r"decode\.tensorParallel is 1 at the engine and 2"):
-        Rank(field.decode.socket, "wrong", KVLayout(SHAPE, Parallel(), PAGE_SIZE), [Half.TARGET], 8)
+        Rank(field.decode.socket, "wrong", KVLayout(SHAPE, Parallel(), PAGE_SIZE), [Half.TARGET], 8, START_LIMIT_S)
     field.reason("EnginesConnected", "EnginesMissing", "False", about="0 of 1 decode")
 
 

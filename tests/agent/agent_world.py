@@ -1,7 +1,7 @@
 """Provides real agents and engine ranks for tests: processes with settings, paged memory in memfds, requests.
 
-Run as a script it is one engine rank in a process of its own, which a test may kill: it reads JSON commands by
-lines and answers each by a line. Everything started here is ended by its PID.
+The engines are the test engine's. Run as a script it is one engine rank in a process of its own, which a test may kill.
+Everything started here is ended by its PID.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import contextlib
 import itertools
 import json
 import os
-import random
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import own_network
 from agent_pages import AgentPages
 from agent_template import Forked, Template
-from engine_pages import EnginePages, content
 
-from longshore_client import Client, Half, KVLayout, ModelShape, PageOrder, Parallel, RoomEvent, RoomEventKind, connect
+from longshore_client import Half, KVLayout, ModelShape, PageOrder, Parallel, RoomEvent, RoomEventKind
+from longshore_lab.test_engine import ranks
+from longshore_lab.test_engine.memory import HostMemory
+from longshore_lab.test_engine.pages import Pages, content
+from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
 
@@ -175,27 +175,19 @@ def is_worker(pid: int) -> bool:
     return False
 
 
-class Rank(EnginePages):
-    """One engine rank: pages, and a client that shares them with an agent."""
+class AgentSocket(NamedTuple):
+    """An agent as an engine in another process sees it."""
 
-    def __init__(self, socket: str, instance: str, layout: KVLayout, roles: Sequence[Half], page_count: int) -> None:
-        super().__init__(layout, page_count, memory_name(instance))
-        self.client: Client = connect(
-            socket, instance=instance, layout=layout, roles=tuple(roles), timeout_s=START_LIMIT_S
-        )
-        self.client.register_pool(0, self.geometry, [self.descriptor])
-
-    def close(self) -> None:
-        self.client.close()
-        super().close()
+    socket: str
+    http: str = "the test's process waits for its address"
 
 
-class Engine:
-    """All ranks of one replica of an engine, in this process, with one page allocator for all of them."""
+class Engine(ranks.Engine):
+    """All ranks of one replica of an engine, in this process."""
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Agent | AgentSocket,
         instance: str,
         tp: int = 1,
         *,
@@ -210,55 +202,24 @@ class Engine:
         blob_bytes: int = 0,
         roles: Sequence[Half] = BOTH,
     ) -> None:
-        self.agent, self.instance, self.page_size = agent, instance, page_size
-        count = page_count * PAGE_SIZE // page_size
-        places = [Parallel(tp, rank % tp, pp, rank // tp, dp, dp_rank) for rank in range(tp * pp)]
-        layouts = [
-            KVLayout(model, place, page_size, order, stage_layers=stage_layers, blob_bytes=blob_bytes)
-            for place in places
-        ]
         assert agent.http
-        with ThreadPoolExecutor(len(layouts)) as pool:
-            self.ranks = list(
-                pool.map(lambda layout: Rank(agent.socket, instance, layout, roles, count), layouts),
-            )
-        self.free = random.Random(instance).sample(range(count), count)
-
-    @property
-    def client(self) -> Client:
-        return self.ranks[0].client
-
-    def endpoint(self) -> Endpoint:
-        """Return the instance's addresses, once rank 0 knows the newest worker of each rank."""
-
-        def known() -> Endpoint | None:
-            found = self.client.endpoint(START_LIMIT_S)
-            newest = {rank.client.epoch for rank in self.ranks if rank.client.connected}
-            return found if newest <= {address.epoch for address in found.ranks} else None
-
-        return wait_for(known, what=f"the addresses of all ranks of {self.instance}")
-
-    def take_pages(self, first_token: int, end_token: int) -> list[int]:
-        """Allocate pages for tokens [first, end), scattered over the pool."""
-        if first_token == end_token:
-            return []
-        count = -(-end_token // self.page_size) - first_token // self.page_size
-        taken, self.free = self.free[:count], self.free[count:]
-        assert len(taken) == count, f"{self.instance} has no pages left"
-        return taken
-
-    def accept(self, pages: list[int]) -> None:
-        """Free pages of a failed, released room. They may hold any bytes, which nothing may change from now on."""
-        self.free += pages
+        place = Parallel(tp, 0, pp, 0, dp, dp_rank)
+        layout = KVLayout(model, place, page_size, order, stage_layers=stage_layers, blob_bytes=blob_bytes)
+        count = page_count * PAGE_SIZE // page_size
+        name = memory_name(instance)
+        super().__init__(
+            agent.socket, instance, layout, roles, count, START_LIMIT_S, lambda _, size: HostMemory(size, name)
+        )
+        self.agent = agent
         for rank in self.ranks:
-            rank.expected[:, :, pages] = rank.planes[:, :, pages]
+            rank.poison()
 
-    def intact(self) -> bool:
-        return all(rank.intact() for rank in self.ranks)
 
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+def poisoned(layout: KVLayout, page_count: int, name: str) -> Pages:
+    """Return pages that no agent knows, with that name in /proc."""
+    pages = Pages(layout, page_count, lambda length_bytes: HostMemory(length_bytes, name))
+    pages.poison()
+    return pages
 
 
 @dataclass
@@ -306,13 +267,13 @@ class Request:
 
     def ends(self, limit_s: float = EVENT_LIMIT_S) -> list[RoomEvent]:
         """Wait until both halves have ended and are released at every rank; return their ends."""
-        found = []
-        for half, engine in ((Half.SOURCE, self.source), (Half.TARGET, self.target)):
-            for rank in engine.ranks:
-                found.append(rank.client.wait(self.room, half, self.source.instance, timeout_s=limit_s))
-                rank.client.wait(self.room, half, self.source.instance, [RoomEventKind.RELEASED], limit_s)
-        self.give_back(found)
-        return found
+        events = [
+            ranks.wait_ended(rank.client, self.room, half, self.source.instance, time.monotonic() + limit_s)
+            for half, engine in ((Half.SOURCE, self.source), (Half.TARGET, self.target))
+            for rank in engine.ranks
+        ]
+        self.give_back(events)
+        return events
 
     def give_back(self, ends: Sequence[RoomEvent]) -> None:
         """Free the released pages of both sides. Those of a failed room have unspecified bytes."""
@@ -328,7 +289,7 @@ class Request:
         assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.DONE, Reason.NONE)}, ends
 
 
-class EngineProcess:
+class EngineProcess(Remote):
     """One engine rank of TP1 in a separate process. Only that process and the agent have its memfd open."""
 
     def __init__(
@@ -336,47 +297,37 @@ class EngineProcess:
     ) -> None:
         assert agent.http
         self.instance = instance
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, agent.socket, instance, str(page_size), *(half.name for half in roles)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": _PATH, "AGENT_WORLD_SESSION": SESSION},
-        )
-        self._greeted = False
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def ask(self, command: str, **arguments: Any) -> Any:
-        if not self._greeted:
-            assert self._answer() == "ready"
-            self._greeted = True
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer()
+        words = [agent.socket, instance, str(page_size), *(half.name for half in roles)]
+        super().__init__([sys.executable, __file__, *words], {"AGENT_WORLD_SESSION": SESSION})
 
     def endpoint(self) -> Endpoint:
         return msgspec.json.decode(self.ask("endpoint"), type=Endpoint)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+
+class ServedEngine:
+    """The other end of `EngineProcess`."""
+
+    def __init__(self, socket: str, instance: str, page_size: int, roles: Sequence[Half]) -> None:
+        self._engine = Engine(AgentSocket(socket), instance, page_size=page_size, roles=roles)
+        (self._rank,) = self._engine.ranks
+
+    def endpoint(self) -> str:
+        return msgspec.json.encode(self._rank.client.endpoint(START_LIMIT_S)).decode()
+
+    def send(self, *, room: int, pages: list[int], total: int) -> str:
+        self._rank.put(self._rank.planes, pages, content(room, total, self._rank.layout), 0, total)
+        self._rank.client.send(room, pages, 0, total, last=True)
+        return "sent"
+
+    def receive(self, *, room: int, endpoint: str, pages: list[int], total: int) -> str:
+        self._rank.client.receive(room, msgspec.json.decode(endpoint, type=Endpoint), pages, 0, total)
+        return "claimed"
+
+    def end(self, *, room: int) -> str:
+        return self._rank.client.wait(room, Half.SOURCE, timeout_s=EVENT_LIMIT_S).reason.name
 
     def close(self) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], START_LIMIT_S)[0], f"{self.instance} does not answer"
-        line = self.process.stdout.readline()
-        assert line, f"engine {self.instance} ended with {self.process.wait()}"
-        return json.loads(line)
+        self._engine.close()
 
 
 def memory_name(instance: str) -> str:
@@ -414,36 +365,12 @@ def wakes(pid: int) -> int:
     return found
 
 
-def _obey(rank: Rank, line: dict[str, Any]) -> Any:
-    command = line.pop("command")
-    if command == "endpoint":
-        return msgspec.json.encode(rank.client.endpoint(START_LIMIT_S)).decode()
-    if command == "send":
-        room, total = line["room"], line["total"]
-        rank.put(rank.planes, line["pages"], content(room, total, rank.layout), 0, total)
-        rank.client.send(room, line["pages"], 0, total, last=True)
-        return "sent"
-    if command == "receive":
-        endpoint = msgspec.json.decode(line["endpoint"], type=Endpoint)
-        rank.client.receive(line["room"], endpoint, line["pages"], 0, line["total"])
-        return "claimed"
-    if command == "end":
-        return rank.client.wait(line["room"], Half.SOURCE, timeout_s=EVENT_LIMIT_S).reason.name
-    raise ValueError(command)
-
-
 def main() -> None:
     """Run one engine rank until stdin ends."""
     socket, instance, page_size = sys.argv[1:4]
-    layout = KVLayout(MODEL, Parallel(), int(page_size))
-    roles = [Half[name] for name in sys.argv[4:]]
-    rank = Rank(socket, instance, layout, roles, PAGE_COUNT * PAGE_SIZE // int(page_size))
-    sys.stdout.write('"ready"\n')
-    sys.stdout.flush()
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(_obey(rank, json.loads(line))) + "\n")
-        sys.stdout.flush()
-    rank.close()
+    served = ServedEngine(socket, instance, int(page_size), [Half[name] for name in sys.argv[4:]])
+    serve(served)
+    served.close()
 
 
 if __name__ == "__main__":

@@ -6,36 +6,31 @@ result of a call or the end of a half of a room. Used by the fault scenes.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from agent_world import SESSION, START_LIMIT_S, Agent, Engine, wait_for
-from engine_pages import content
+from agent_world import SESSION, Agent, AgentSocket, Engine, wait_for
 from fault_table import DONE, LEFT_OPEN, failed, refused
 
 from longshore_client import LongshoreError, ModelShape, WaitTimeout
+from longshore_lab.test_engine.pages import content
+from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint, Half, RoomEventKind
 
 # A token is 2 KiB: 64 of them are one slab.
 MODEL = ModelShape(layers=4, kv_heads=4, head_dim=16, element_bytes=4)
 SLAB_TOKENS = 64
 RELEASED = "released"
-_PATH = os.pathsep.join(entry for entry in sys.path if entry)
 
 
 class Actor:
     """One engine of TP1, with its offers and claims by room."""
 
-    def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
+    def __init__(self, agent: Agent | AgentSocket, instance: str, half: Half, page_size: int) -> None:
         self.instance = instance
         self.engine = Engine(agent, instance, model=MODEL, page_size=page_size, roles=[half])
         self._half = half
@@ -127,28 +122,20 @@ def _said(call: Any) -> str:
     return ""
 
 
-class Doomed:
+class Doomed(Remote):
     """An `Actor` in a separate process, whose memory is not open in this one."""
 
     def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
         assert agent.http
         self.instance = instance
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, agent.socket, instance, str(int(half)), str(page_size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": _PATH, "AGENT_WORLD_SESSION": SESSION},
-        )
-        assert self._answer() == "ready"
+        words = [agent.socket, instance, str(int(half)), str(page_size)]
+        super().__init__([sys.executable, __file__, *words], {"AGENT_WORLD_SESSION": SESSION})
+        assert self.ask("is_connected")
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def __getattr__(self, verb: str) -> Any:
-        if verb.startswith("_") or not hasattr(Actor, verb):
-            raise AttributeError(verb)
-        return lambda *arguments, **named: self._ask(verb, arguments, named)
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_") or not hasattr(Actor, method):
+            raise AttributeError(method)
+        return lambda *arguments, **named: self.ask(method, *arguments, **named)
 
     def stop(self) -> None:
         """Stop all of its threads; return when they have stopped."""
@@ -156,30 +143,6 @@ class Doomed:
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _ask(self, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([verb, arguments, named]).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], START_LIMIT_S)[0], f"{self.instance} does not answer"
-        line = self.process.stdout.readline()
-        assert line, f"engine {self.instance} ended with {self.process.wait()}"
-        return json.loads(line)
 
 
 def freeze(pid: int) -> None:
@@ -197,14 +160,8 @@ def _is_stopped(pid: int) -> bool:
 def main() -> None:
     """Run one engine rank until stdin ends."""
     socket, instance, half, page_size = sys.argv[1:5]
-    place: Any = SimpleNamespace(socket=socket, http="of no use here")
-    actor = Actor(place, instance, Half(int(half)), int(page_size))
-    sys.stdout.write('"ready"\n')
-    sys.stdout.flush()
-    for line in sys.stdin:
-        verb, arguments, named = json.loads(line)
-        sys.stdout.write(json.dumps(getattr(actor, verb)(*arguments, **named)) + "\n")
-        sys.stdout.flush()
+    actor = Actor(AgentSocket(socket), instance, Half(int(half)), int(page_size))
+    serve(actor)
     actor.close()
 
 

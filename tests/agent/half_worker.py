@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from engine_pages import EnginePages
+from agent_world import poisoned
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
@@ -90,8 +90,8 @@ class HalfWorker:
         # No peer attaches over ZeroMQ here.
         self.mover.resources.ports.admit([settings.bind_host])
         self.requests = EngineRequests(layout, self.mover.resources.transport, self._source, self._target)
-        self.pages = EnginePages(layout, page_count, f"storm-{name}")
-        self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
+        self.pages = poisoned(layout, page_count, f"storm-{name}")
+        self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.memory.descriptor)])
         self.session.describe(
             self.mover.resources.transport.metadata(),
             self.mover.resources.ring_region,
@@ -192,10 +192,10 @@ class HalfWorker:
 
 
 def stamped(base: np.ndarray, room: int) -> np.ndarray:
-    """Return a room's content, [K and V, layer, token, head, element]. Two rooms differ in every element."""
+    """Return a room's content, [K and V, layer, token, head, byte]. Two rooms differ in every word."""
     stamp = (room * 2654435761) & 0xFFFFFFFF
-    found: np.ndarray = base ^ np.uint32(stamp)
-    return found
+    words: np.ndarray = base ^ np.uint32(stamp)
+    return words.view(np.uint8)
 
 
 class Halves:
@@ -208,7 +208,7 @@ class Halves:
             Half.SOURCE, LAYOUT, 64, dataclasses.replace(made, loopback_faults=json.dumps(faults)), ours
         )
         self.decode = HalfWorker(Half.TARGET, LAYOUT, 64, made, theirs)
-        self.data = np.random.default_rng(2).integers(0, 1 << 32, (2, 2, TOKENS, 2, 16), dtype=np.uint32)
+        self.data = np.random.default_rng(2).integers(0, 256, (2, 2, TOKENS, 2, 64), dtype=np.uint8)
 
     def begin(self, room: int, *, digest: bool = False) -> list[int]:
         """Claim and offer a room; return decode's pages."""

@@ -419,7 +419,7 @@ def test_a_pool_is_given_back_only_when_no_write_can_reach_its_pages(place):
     with pytest.raises(RoomError) as refused:
         target.client.receive(next(room_ids), place.steady.endpoint(), each.target_pages, 0, 300)
     assert refused.value.reason is Reason.UNKNOWN_POOL
-    target.client.register_pool(0, target.ranks[0].geometry, [target.ranks[0].descriptor])
+    target.client.register_pool(0, target.ranks[0].geometry, target.ranks[0].memory.regions)
     assert is_released(place.steady, each.room, Half.SOURCE)
     place.steady.free += each.source_pages
     target.accept(each.target_pages)

@@ -1,6 +1,6 @@
 """Tests real agents between engines of every pair of layouts, with every kind of prefix.
 
-Compares each byte of every pool with `engine_pages`, and the sent bytes with those that the targets hold.
+Compares each byte of every pool with the test engine's `pages`, and the sent bytes with those that the targets hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from agent_fleet import World
 from agent_world import START_LIMIT_S, Engine, Request, wait_for, wait_for_none
-from engine_pages import held
 from layout_place import (
     BACKENDS,
     BLOB_BYTES,
@@ -31,6 +30,7 @@ from layout_place import (
 
 from longshore_client import Half, HelloRefused, PageOrder, Parallel, connect
 from longshore_client.memory import pool_geometry
+from longshore_lab.test_engine.pages import held
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import Attention, KVLayout
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from agent_fleet import World
-from agent_world import EVENT_LIMIT_S, Engine, room_ids
-from engine_pages import EnginePages, content
+from agent_world import EVENT_LIMIT_S, Engine, poisoned, room_ids
 
 from longshore_client import Half, RoomEventKind
+from longshore_lab.test_engine.pages import content
 
 TOKENS = 200
 
@@ -36,9 +36,9 @@ def engines(tmp_path) -> Iterator[tuple[Engine, Engine]]:
 def test_a_room_moves_pages_of_the_pool_that_it_names_and_of_no_other(engines: tuple[Engine, Engine]) -> None:
     source, target = (engine.ranks[0] for engine in engines)
     pages = list(range(-(-TOKENS // source.layout.page_size)))
-    seconds = [EnginePages(rank.layout, len(pages), f"second-{rank is source}") for rank in (source, target)]
+    seconds = [poisoned(rank.layout, len(pages), f"second-{rank is source}") for rank in (source, target)]
     for rank, second in zip((source, target), seconds, strict=True):
-        rank.client.register_pool(1, second.geometry, [second.descriptor])
+        rank.client.register_pool(1, second.geometry, second.memory.regions)
     room, data = next(room_ids), [content(seed, TOKENS, source.layout) for seed in (1, 2)]
     # The same number for both: rooms of two pools are different rooms.
     for pool, (near, far) in enumerate([(source, target), tuple(seconds)]):

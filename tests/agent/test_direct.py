@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import engine_pages
 import msgspec
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, holders_of, room_
 from test_lost_memory import unsealed_region
 
 from longshore_client import Half, PageOrder, Reason, RoomError, RoomEventKind
+from longshore_lab.test_engine import memory
 
 
 @dataclass
@@ -81,7 +81,7 @@ def test_the_plan_by_their_names_says_so_before_any_room(node):
 
 
 def test_memory_that_its_engine_may_truncate_is_staged_and_the_plan_says_so(node, monkeypatch):
-    monkeypatch.setattr(engine_pages, "create_region", unsealed_region)
+    monkeypatch.setattr(memory, "create_region", unsealed_region)
     target = node.world.engine(node.agent, "near-open", roles=[Half.TARGET]).result()
     each = Request(node.two, target, 100)
     each.claim()
@@ -130,7 +130,7 @@ def test_a_pool_that_was_registered_anew_is_written_and_the_old_one_is_let_go(no
     rank.client.unregister_pool(0)
     # Immediately: on a GPU, freeing memory that a process has mapped is undefined behaviour.
     assert holders_of("near-one").keys() == {os.getpid()}
-    rank.client.register_pool(0, rank.geometry, [rank.descriptor])
+    rank.client.register_pool(0, rank.geometry, rank.memory.regions)
     again = Request(node.two, target, 120, prefix=7)
     again.claim()
     again.offer()

@@ -24,11 +24,11 @@ from agent_world import (
     Engine,
     holders_of,
     memory_name,
+    poisoned,
     room_ids,
     wait_for,
     wait_for_none,
 )
-from engine_pages import EnginePages, content
 
 from longshore_client import (
     Client,
@@ -43,6 +43,7 @@ from longshore_client import (
     TargetMemory,
     connect,
 )
+from longshore_lab.test_engine.pages import content
 from longshore_wire.layout import Attention
 
 LATENT = ModelShape(3, 1, 72, 2, Attention.LATENT)
@@ -58,7 +59,7 @@ class HostRank:
         sizes = {TargetMemory.DEVICE: DEVICE_PAGE_SIZE, TargetMemory.HOST: 1}
         layouts = {memory: KVLayout(model, place, size) for memory, size in sizes.items()}
         self.pools = {
-            memory: EnginePages(layout, TOKENS_MAX // layout.page_size, memory_name(f"{instance}-{memory.name}"))
+            memory: poisoned(layout, TOKENS_MAX // layout.page_size, memory_name(f"{instance}-{memory.name}"))
             for memory, layout in layouts.items()
         }
         self.client: Client = connect(
@@ -70,7 +71,7 @@ class HostRank:
             timeout_s=START_LIMIT_S,
         )
         for memory, pool in self.pools.items():
-            self.client.register_pool(0, pool.geometry, [pool.descriptor], memory=memory)
+            self.client.register_pool(0, pool.geometry, pool.memory.regions, memory=memory)
 
     def claim(self, source: Engine, room: int, memory: TargetMemory, data: Any, total: int, prefix: int) -> None:
         """Claim a room into the last pages of a pool, in descending order, and expect its bytes."""
@@ -206,10 +207,10 @@ def test_rooms_into_both_memories_at_once_arrive_to_the_token(
 
 def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itself(place: Place) -> None:
     (rank,), (source,) = place.ranks, place.source.ranks
-    state = EnginePages(source.layout, 4, memory_name("source-state"))
-    source.client.register_pool(1, state.geometry, [state.descriptor])
-    beside = EnginePages(rank.pools[TargetMemory.DEVICE].layout, 16, memory_name("target-state"))
-    rank.client.register_pool(1, beside.geometry, [beside.descriptor], memory=TargetMemory.DEVICE)
+    state = poisoned(source.layout, 4, memory_name("source-state"))
+    source.client.register_pool(1, state.geometry, state.memory.regions)
+    beside = poisoned(rank.pools[TargetMemory.DEVICE].layout, 16, memory_name("target-state"))
+    rank.client.register_pool(1, beside.geometry, beside.memory.regions, memory=TargetMemory.DEVICE)
     room, data = place.offer(150)
     other = content(room + 1, 150, source.layout)
     state.put(state.planes, [3, 0, 2], other, 0, 150)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import engine_pages
 import pytest
 from agent_fleet import World, over
 from agent_world import EVENT_LIMIT_S, Agent, Engine, Request, holders_of
 
 from longshore_client import Half, RoomError, RoomEvent, RoomEventKind
+from longshore_lab.test_engine import memory
 from longshore_wire.errors import Reason
 
 WAYS = [
@@ -86,14 +86,14 @@ def arrives(source: Engine, target: Engine) -> None:
 def engine_with(region: Region, agent: Agent, name: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose pages are in memory of this kind."""
     with monkeypatch.context() as patched:
-        patched.setattr(engine_pages, "create_region", region)
+        patched.setattr(memory, "create_region", region)
         return Engine(agent, name)
 
 
 def cut_short(engine: Engine) -> None:
     """Truncate all memory of an engine. The test must not touch it from now on."""
     for rank in engine.ranks:
-        os.ftruncate(rank.descriptor, 0)
+        os.ftruncate(rank.memory.descriptor, 0)
 
 
 def ends(room: Request) -> dict[Half, RoomEvent]:

@@ -1,7 +1,7 @@
 """Provides real agents, and engine ranks with pages in GPU memory, each in its own process, for tests and benchmarks.
 
-Run as a script it is one engine rank: it reads JSON commands by lines and answers each by a line. Its pages' content is
-computed from (seed, plane, token, head, element), so that any process knows the expected content of any page.
+Run as a script it is one engine rank. Its pages are torch's, as those of most engines, and hold gigabytes. So their content
+is not the test engine's: each process computes it on its GPU, from (seed, plane, token, head, element).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from line_commands import obey
 
 from longshore_cli.metrics_page import MetricsPage
 from longshore_client import Half, KVLayout, ModelShape, Parallel, TargetMemory, connect, create_region, pool_geometry
 from longshore_client.cuda import device_name, device_region
+from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
 
 # Time to load torch and the transport in several processes concurrently.
@@ -130,55 +130,11 @@ def _nvidia_smi(*arguments: str) -> str:
     return subprocess.run(["nvidia-smi", *arguments], check=False, capture_output=True, text=True, timeout=60).stdout
 
 
-class EngineProcess:
-    """One engine rank; commands are the methods of `_Rank`."""
+class EngineProcess(Remote):
+    """One engine rank; its methods are those of `_Rank`."""
 
     def __init__(self, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        )
-
-    def begin(self, command: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the engine's process has ended"
-        answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
-        return answer["value"]
-
-    def ask(self, command: str, **arguments: Any) -> Any:
-        self.begin(command, **arguments)
-        return self.end()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__([sys.executable, __file__], environment)
 
 
 class _Rank:
@@ -339,7 +295,7 @@ class _Rank:
 def main() -> None:
     """Carry out commands until standard input ends."""
     rank = _Rank()
-    obey(rank)
+    serve(rank)
     # The client's threads end with the process, as in an engine.
     assert threading.main_thread().is_alive()
     os._exit(0)

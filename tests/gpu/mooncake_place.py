@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -18,14 +17,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from line_commands import obey
 
 from longshore_agent.memory import cuda
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, WriteState
+from longshore_lab.test_engine.remote import Remote, serve
 
 WHEEL = "MOONCAKE_CUDA13_WHEEL"
 _LIMIT_S = 30.0
@@ -61,45 +60,15 @@ def build_stand_in(folder: Path) -> dict[str, str]:
     }
 
 
-class Place:
-    """The parent's end; commands are the methods of `_Server`."""
+class Place(Remote):
+    """A process whose methods are those of `_Server`."""
 
     def __init__(self, name: str, device: int, environment: dict[str, str]) -> None:
-        path = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, name, str(device)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path} | environment,
-        )
+        super().__init__([sys.executable, __file__, name, str(device)], environment)
 
-    def ask(self, command: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait()}"
-        answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
-        return answer["value"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            try:
-                self.process.wait(_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        for left in Path("/dev/shm").glob(f"stand-in-{self.process.pid}-*"):
+    def close(self) -> None:
+        super().close()
+        for left in Path("/dev/shm").glob(f"stand-in-{self.pid}-*"):
             left.unlink()
 
 
@@ -208,7 +177,7 @@ class _Server:
 def main() -> None:
     """Carry out commands until standard input ends."""
     server = _Server(sys.argv[1], int(sys.argv[2]))
-    obey(server)
+    serve(server)
     server.close()
     os._exit(0)
 

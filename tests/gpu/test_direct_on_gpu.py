@@ -85,7 +85,7 @@ def started(
     for number, rank in enumerate(ranks):
         rank.begin("allocate", device=device, tp=tp, rank=number, **SHAPE | changes)
     for rank in ranks:
-        rank.end()
+        rank.result()
     together(ranks, "register", socket=agent.socket, instance=instance, role=role)
     return ranks
 
@@ -93,7 +93,7 @@ def started(
 def together(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
     for rank in ranks:
         rank.begin(command, **arguments)
-    return [rank.end() for rank in ranks]
+    return [rank.result() for rank in ranks]
 
 
 def writes(agent: GPUAgent, way: str) -> float:

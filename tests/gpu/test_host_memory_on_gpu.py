@@ -104,7 +104,7 @@ class Place:
 def together(engines: list[EngineProcess], command: str, arguments: list[dict[str, Any]]) -> list[Any]:
     for engine, given in zip(engines, arguments, strict=True):
         engine.begin(command, **given)
-    return [engine.end() for engine in engines]
+    return [engine.result() for engine in engines]
 
 
 def mismatches(agent: GPUAgent) -> float:

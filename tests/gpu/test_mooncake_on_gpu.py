@@ -281,4 +281,4 @@ def test_pages_on_gpus_are_moved_by_agents_over_mooncake_and_equal(
 def together(engines: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
     for engine in engines:
         engine.begin(command, **arguments)
-    return [engine.end() for engine in engines]
+    return [engine.result() for engine in engines]

@@ -43,18 +43,18 @@ def started(stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int
     for number, rank in enumerate(ranks):
         rank.begin("allocate", device=device, tp=tp, rank=number, **SHAPE)
     for rank in ranks:
-        rank.end()
+        rank.result()
     for rank in ranks:
         rank.begin("register", socket=agent.socket, instance=instance, role=role)
     for rank in ranks:
-        rank.end()
+        rank.result()
     return ranks
 
 
 def together(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
     for rank in ranks:
         rank.begin(command, **arguments)
-    return [rank.end() for rank in ranks]
+    return [rank.result() for rank in ranks]
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (2, 2)])

@@ -15,13 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
-from agent_world import Engine, Rank
-from engine_pages import content
+from agent_world import AgentSocket, Engine
 from soak_messages import (
     MODEL,
     Cancel,
@@ -43,6 +40,8 @@ from soak_messages import (
 
 from longshore_client import Half, RoomEvent, RoomEventKind, WaitTimeout
 from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
+from longshore_lab.test_engine.pages import content
+from longshore_lab.test_engine.ranks import Rank
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LongshoreError, Reason
 
@@ -78,9 +77,8 @@ class Player:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        place: Any = SimpleNamespace(socket=spec.socket, http="of no use here")
         self.engine = Engine(
-            place,
+            AgentSocket(spec.socket),
             spec.instance,
             spec.tp,
             model=MODEL,
@@ -304,8 +302,8 @@ class Player:
         places = [(pages[place[2]], *(int(index) for index in place)) for place in wrong[:PLACES_MAX]]
         self._say(
             Corrupt(
-                f"{self.spec.instance} rank {number}: {what}: {len(wrong)} elements of {len(np.unique(wrong[:, 2]))} "
-                f"pages, first (page, kind, layer, index, slot, head, element): {places}; kept in {path.name}"
+                f"{self.spec.instance} rank {number}: {what}: {len(wrong)} bytes of {len(np.unique(wrong[:, 2]))} "
+                f"pages, first (page, kind, layer, index, slot, head, byte): {places}; kept in {path.name}"
             )
         )
         rank.expected[:, :, pages] = got

@@ -162,7 +162,7 @@ def test_a_soak_of_real_agents_tells_a_foreign_write_and_a_room_that_does_not_en
         running.check()
         assert len(traffic.counts.corrupt) == 1
         # The ranks' memory is opened in any order.
-        found = r"Loopback decode-b rank [01]: a page of no open room has other bytes: 1 elements"
+        found = r"Loopback decode-b rank [01]: a page of no open room has other bytes: 1 bytes"
         assert re.match(found, traffic.counts.corrupt[0])
         monkeypatch.setattr(soak, "END_LIMIT_S", 1.0)
         worker = Victim(node.workers()[0])
