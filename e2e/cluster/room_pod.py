@@ -4,30 +4,29 @@
     room_pod.py target SOCKET HOST:PORT ROOMS TOKENS   decode of TP1 with pages of 8 tokens; moves ROOMS rooms in sequence
     room_pod.py open SOCKET HOST:PORT                  decode of one room that prefill never sends, which stays open
 
-Its pods get this file from a ConfigMap. It prints one JSON object a line for each room: its end, the time, and whether the
-bytes are correct. Both sides derive the expected bytes from the room's number.
+Its pods get this file from a ConfigMap, and the test engine, of which it is made, from their image. It prints one JSON object
+a line for each room: its end, the time, and whether the bytes are correct. Both sides derive the expected bytes from the
+room's number.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 
 import longshore_client as ls
-
-T = TypeVar("T")
+from longshore_lab.test_engine.pages import content
+from longshore_lab.test_engine.ranks import Engine, insist, wait_ended
 
 MODEL = ls.ModelShape(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
 SOURCE_PAGE, TARGET_PAGE = 16, 8
@@ -38,43 +37,17 @@ _RETRY_S = 0.1
 _ASK_LIMIT_S = 20.0
 
 
-class Rank:
-    """One rank with its pages, shared with the agent at `path`."""
-
-    def __init__(self, path: str, instance: str, layout: ls.KVLayout, half: ls.Half) -> None:
-        count = TOKENS_MAX // layout.page_size
-        geometry = ls.pool_geometry(layout, count)
-        descriptor, memory = ls.create_region(geometry.region_bytes[0])
-        shape = (2, len(layout.layers), count, layout.page_size, len(layout.heads), MODEL.head_dim)
-        self.pages = np.frombuffer(memory, np.float32).reshape(shape)
-        self.layout, self.half = layout, half
-        self.client = ls.connect(path, instance=instance, layout=layout, roles=(half,), timeout_s=LIMIT_S)
-        self.client.register_pool(0, geometry, [descriptor])
-        os.close(descriptor)
-
-    def ended(self, room: int, instance: str) -> ls.RoomEvent:
-        """Wait until a room has ended and its pages are released; return its end."""
-        event = self.client.wait(room, self.half, instance, timeout_s=LIMIT_S)
-        self.client.wait(room, self.half, instance, {ls.RoomEventKind.RELEASED}, timeout_s=LIMIT_S)
-        return event
+def start(path: str, role: str, layout: ls.KVLayout, half: ls.Half) -> Engine:
+    """Return a new instance with the agent at `path`."""
+    instance = f"{role}-{uuid.uuid4().hex[:6]}"
+    engine = Engine(path, instance, layout, (half,), TOKENS_MAX // layout.page_size, LIMIT_S)
+    say(instance=instance)
+    return engine
 
 
-def insist(call: Callable[[], T]) -> T:
-    """Repeat a call while the agent is busy or away."""
-    end_s = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            return call()
-        except (ls.Busy, ls.AgentLost) as error:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(error.retry_after_s if isinstance(error, ls.Busy) else _RETRY_S)
-
-
-def content(room: int, tokens: int) -> np.ndarray:
-    """Return a room's cache, [K and V, layer, token, head, element]."""
-    shape = (2, MODEL.layers, tokens, MODEL.kv_heads, MODEL.head_dim)
-    return np.random.default_rng(room).random(shape, np.float32)
+def end_s() -> float:
+    """Return when a call that begins now must have succeeded."""
+    return time.monotonic() + LIMIT_S
 
 
 def say(**words: Any) -> None:
@@ -85,10 +58,7 @@ def say(**words: Any) -> None:
 
 def source(path: str, port: int, tp: int) -> None:
     """Serve targets until the pod ends."""
-    instance = f"prefill-{uuid.uuid4().hex[:6]}"
-    layouts = [ls.KVLayout(MODEL, ls.Parallel(tp=tp, tp_rank=rank), SOURCE_PAGE) for rank in range(tp)]
-    ranks = [Rank(path, instance, layout, ls.Half.SOURCE) for layout in layouts]
-    say(instance=instance)
+    engine = start(path, "prefill", ls.KVLayout(MODEL, ls.Parallel(tp=tp), SOURCE_PAGE), ls.Half.SOURCE)
     with socket.create_server(("0.0.0.0", port)) as server:
         while True:
             connection, _ = server.accept()
@@ -97,44 +67,39 @@ def source(path: str, port: int, tp: int) -> None:
             with connection, connection.makefile("rw") as stream:
                 try:
                     for line in stream:
-                        stream.write(json.dumps(serve(ranks, instance, json.loads(line))) + "\n")
+                        stream.write(json.dumps(serve(engine, json.loads(line))) + "\n")
                         stream.flush()
                 except OSError as error:
                     say(lost=str(error))
 
 
-def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
+def serve(engine: Engine, ask: dict[str, int]) -> Any:
     """Answer one request: for the endpoint, to send a room, or for a room's end at the source."""
     if not ask:
-        return msgspec.to_builtins(insist(partial(ranks[0].client.endpoint, LIMIT_S)))
+        return msgspec.to_builtins(insist(partial(engine.client.endpoint, LIMIT_S), end_s()))
     if "cancelled" in ask:
-        room = ask["room"]
+        room, half = ask["room"], ls.Half.SOURCE
         if ask["cancelled"]:
-            for rank in ranks:
+            for rank in engine.ranks:
                 with suppress(ls.LongshoreError):
-                    rank.client.cancel(room, ls.Half.SOURCE)
-        return {"ends": [rank.ended(room, instance).kind.name for rank in ranks]}
+                    rank.client.cancel(room, half)
+        events = [wait_ended(rank.client, room, half, engine.instance, end_s()) for rank in engine.ranks]
+        return {"ends": [event.kind.name for event in events]}
     room, tokens = ask["room"], ask["tokens"]
-    cache, page_count = content(room, tokens), -(-tokens // SOURCE_PAGE)
-    pages = list(reversed(range(page_count)))
-    for rank in ranks:
-        heads = rank.layout.heads
-        part = np.zeros((2, MODEL.layers, page_count * SOURCE_PAGE, len(heads), MODEL.head_dim), np.float32)
-        part[:, :, :tokens] = cache[:, :, :, heads.start : heads.stop]
-        rank.pages[:, :, pages] = part.reshape(2, MODEL.layers, page_count, SOURCE_PAGE, len(heads), MODEL.head_dim)
-    for rank in ranks:
+    pages = list(reversed(range(-(-tokens // SOURCE_PAGE))))
+    data = content(room, tokens, engine.ranks[0].layout)
+    for rank in engine.ranks:
+        rank.put(rank.planes, pages, data, 0, tokens)
+    for rank in engine.ranks:
         # The offer is refused because the room has failed meanwhile. The target gets an event.
         with suppress(ls.RoomError):
-            insist(partial(rank.client.send, room, pages, 0, tokens, last=True))
+            insist(partial(rank.client.send, room, pages, 0, tokens, last=True), end_s())
     return {}
 
 
-def decode_rank(path: str) -> Rank:
-    """Return the rank of a new instance for decode."""
-    instance = f"decode-{uuid.uuid4().hex[:6]}"
-    rank = Rank(path, instance, ls.KVLayout(MODEL, ls.Parallel(), TARGET_PAGE), ls.Half.TARGET)
-    say(instance=instance)
-    return rank
+def start_decode(path: str) -> Engine:
+    """Return a new instance for decode."""
+    return start(path, "decode", ls.KVLayout(MODEL, ls.Parallel(), TARGET_PAGE), ls.Half.TARGET)
 
 
 def rooms() -> Iterator[int]:
@@ -144,28 +109,28 @@ def rooms() -> Iterator[int]:
 
 def open_room(path: str, peer: str) -> int:
     """Claim a room that prefill never sends; return after its end."""
-    rank, room = decode_rank(path), next(rooms())
+    engine, room = start_decode(path), next(rooms())
     with call(peer) as stream:
         endpoint = msgspec.convert(exchange(stream, {}), ls.Endpoint)
     # Large enough to be staged: pages that prefill writes itself are released only when prefill is known to have stopped.
     pages = list(range(TOKENS_MAX // TARGET_PAGE))
-    insist(partial(rank.client.receive, room, endpoint, pages, 0, TOKENS_MAX))
+    insist(partial(engine.client.receive, room, endpoint, pages, 0, TOKENS_MAX), end_s())
     say(claimed=room)
-    say_end(room, rank.ended(room, endpoint.instance))
-    rank.client.close()
+    say_end(room, wait_ended(engine.client, room, ls.Half.TARGET, endpoint.instance, end_s()))
+    engine.close()
     return 0
 
 
 def target(path: str, peer: str, room_count: int, tokens: int) -> int:
     """Move rooms; return 0 if all were DONE with the right bytes."""
-    rank = decode_rank(path)
+    engine = start_decode(path)
     bad, stream = 0, None
     for room in itertools.islice(rooms(), room_count):
         try:
             if stream is None:
                 stream = call(peer)
             endpoint = msgspec.convert(exchange(stream, {}), ls.Endpoint)
-            event = move(rank, stream, room, endpoint, tokens)
+            event = move(engine, stream, room, endpoint, tokens)
             failed = event.kind is not ls.RoomEventKind.DONE
             bad += failed
             stream.readline()
@@ -177,21 +142,21 @@ def target(path: str, peer: str, room_count: int, tokens: int) -> int:
             continue
         say(source=ends)
     say(bad=bad)
-    rank.client.close()
+    engine.close()
     return 1 if bad else 0
 
 
-def move(rank: Rank, stream: Any, room: int, endpoint: ls.Endpoint, tokens: int) -> ls.RoomEvent:
-    """Claim a room, ask for it, wait for its end and compare."""
+def move(engine: Engine, stream: Any, room: int, endpoint: ls.Endpoint, tokens: int) -> ls.RoomEvent:
+    """Claim a room, ask for it, wait for its end and compare all pages."""
+    (rank,) = engine.ranks
     pages = list(range(-(-tokens // TARGET_PAGE)))
-    rank.pages[:] = -1
-    insist(partial(rank.client.receive, room, endpoint, pages, 0, tokens))
+    rank.poison()
+    insist(partial(rank.client.receive, room, endpoint, pages, 0, tokens), end_s())
     stream.write(json.dumps({"room": room, "tokens": tokens}) + "\n")
     stream.flush()
-    event = rank.ended(room, endpoint.instance)
-    moved = rank.pages[:, :, pages].reshape(2, MODEL.layers, -1, MODEL.kv_heads, MODEL.head_dim)[:, :, :tokens]
-    equal = bool(np.array_equal(moved, content(room, tokens)))
-    say_end(room, event, equal=equal)
+    event = wait_ended(rank.client, room, ls.Half.TARGET, endpoint.instance, end_s())
+    rank.put(rank.expected, pages, content(room, tokens, rank.layout), 0, tokens)
+    say_end(room, event, equal=rank.intact())
     return event
 
 
