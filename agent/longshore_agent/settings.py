@@ -30,11 +30,10 @@ from longshore_spec.environment import (
 )
 from longshore_spec.log_lines import LogFormat, LogLevel
 from longshore_wire import names
-from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.names import Wire
-from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import GPU_SLAB_BYTES_MIN, SLAB_BYTES_MIN, slab_bytes, small_slab_bytes
+from longshore_wire.ways import AllowedWires, Staging, Way, contradicts
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -385,10 +384,6 @@ class Settings:
         is_open = not (is_alone or self.allow_open_data_path or (self.network_policy and not self.host_network))
         fabric = self.gpu_staging_memory is Allocation.CU_MEM_CREATE
         is_open = is_open and opens_data_ports(self.backend, self.allowed_wires.names, fabric=fabric)
-        in_place = (Way.CONTIGUOUS, Way.SLICES, Way.DIRECT)
-        ways_clash = (self.staging is Staging.NEVER and self.force_way is Way.STAGED) or (
-            self.staging is Staging.ALWAYS and self.force_way in in_place
-        )
         rules = (
             (self.lane_bytes < least_bytes, "lane_bytes", "slab_bytes_min", _too_small(least_bytes)),
             (0 < self.ring_bytes < 2 * least_bytes, "ring_bytes", "slab_bytes_min", _too_small(2 * least_bytes)),
@@ -413,7 +408,12 @@ class Settings:
                 "gpu_staging_memory",
                 f"Mooncake registers memory of cudaMalloc alone: use NIXL, or {Allocation.CUDA_MALLOC.value} (the default)",
             ),
-            (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
+            (
+                contradicts(self.staging, self.force_way),
+                "staging",
+                "force_way",
+                "they exclude each other; leave one at Auto",
+            ),
             (
                 not self.keys_directory and not is_alone,
                 "bind_host",

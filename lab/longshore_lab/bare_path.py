@@ -37,8 +37,9 @@ from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Pieces, Transport
 from longshore_lab.rate import checksum, process_clock
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
-from longshore_wire.plan import Pair, Staging, plan
+from longshore_wire.plan import Pair, plan
 from longshore_wire.slabs import SlabGrid, slab_bytes, slab_limit_bytes, slab_units
+from longshore_wire.ways import Staging
 
 # The product's own sizes.
 _SIZES = Settings()

@@ -35,8 +35,9 @@ from longshore_wire.layout import (
 )
 from longshore_wire.layout import Attention as Entries
 from longshore_wire.names import RUN_DIRECTORY, SOCKET_FILE, Wire
-from longshore_wire.plan import Plan, Staging, Summary, Way, plan
+from longshore_wire.plan import Plan, Summary, plan
 from longshore_wire.slabs import slab_limit_bytes
+from longshore_wire.ways import Staging, Way
 
 Instances = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -33,7 +33,7 @@ from longshore_wire.effects import RoomEnded, RoomReleased, StartScatter
 from longshore_wire.engine_messages import Accepted, Cancel, Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Abort, PeerMessage
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 PAGE_SIZE = 16
 TOKENS = 128

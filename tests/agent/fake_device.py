@@ -18,8 +18,8 @@ from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import Wire
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
-from longshore_wire.plan import Way
 from longshore_wire.slabs import slab_bytes
+from longshore_wire.ways import Way
 
 PEER = PeerId("decode", 0, 0)
 TRAILER_KEY = b"of the ring"

@@ -41,10 +41,10 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import Accepted, Endpoint, Half, Offer, RankAddress, Receive, RegisterPool, ToAgent
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PEER, PeerMessage
-from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 PAGE_SIZE = 8
 TOKENS = 64

@@ -56,7 +56,7 @@ from longshore_wire.peer_messages import (
     RoomKey,
     SlabAck,
 )
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 # An answer is waited for this long, and one that must not come.
 ANSWER_LIMIT_MS, SILENCE_MS = 60_000, 300

@@ -22,7 +22,7 @@ from longshore_spec.status import LaneStatus
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach, PoolInfo
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 SHAPE = Shape(layers=2)
 SLAB_BYTES = 1 << 20

@@ -19,9 +19,9 @@ from longshore_agent.pipeline.slabs import ProbeEnd, WireProbe
 from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.worker.resources import lanes_bytes
-from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.slabs import slab_bytes
+from longshore_wire.ways import Way
 
 SLAB_BYTES = 1 << 20
 

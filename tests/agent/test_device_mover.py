@@ -28,8 +28,8 @@ from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach
 from longshore_wire.peers import Peer
-from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
+from longshore_wire.ways import Way
 
 SHAPE = Shape(layers=2)
 SLAB_BYTES = 1 << 20

@@ -14,7 +14,8 @@ from fake_device import inbound_slab
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels.digest import Digests
 from longshore_wire.errors import Reason
-from longshore_wire.plan import Pair, Way
+from longshore_wire.plan import Pair
+from longshore_wire.ways import Way
 
 WRONG = bytes(64)
 ROUTE = Pair(0, 0, (0, 1), (0, 1), 1, Way.STAGED)

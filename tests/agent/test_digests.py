@@ -38,7 +38,8 @@ from longshore_spec.agent_config import Backend
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.plan import Pair, Way
+from longshore_wire.plan import Pair
+from longshore_wire.ways import Way
 
 BACKENDS = over(Backend.LOOPBACK, Backend.NIXL, Backend.MOONCAKE)
 WAYS = [Way.STAGED, Way.CONTIGUOUS, Way.SLICES]

@@ -29,8 +29,8 @@ from longshore_spec.agent_config import Backend
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PEER, Ping
-from longshore_wire.plan import Way
 from longshore_wire.slabs import TRAILER_KEY_BYTES
+from longshore_wire.ways import Way
 
 
 def lane_threads() -> set[threading.Thread]:

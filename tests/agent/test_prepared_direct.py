@@ -21,7 +21,7 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import PageOrder
-from longshore_wire.plan import Staging, Way
+from longshore_wire.ways import Staging, Way
 
 NEAR = Shape(heads=4)
 TWELVE = Shape(heads=12)

@@ -32,7 +32,7 @@ from longshore_wire.effects import PairEnd, PeerId, RoomEnded
 from longshore_wire.engine_messages import EngineStep, EngineSteps
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 ERROR = 2
 OK_OR_UNSET = {0, 1}

@@ -18,7 +18,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.names import Wire
-from longshore_wire.plan import Staging, Way
+from longshore_wire.ways import Staging, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 

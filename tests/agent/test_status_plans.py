@@ -12,13 +12,13 @@ from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answ
 from longshore_agent.worker import config as worker_config
 from longshore_agent.worker.config import WorkerConfig
 from longshore_spec.status import EngineStatus, InstanceStatus, PoolStatus
-from longshore_wire.claims import Wanted, chosen_way
+from longshore_wire.claims import Wanted
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import LayoutError, LongshoreError, RoomError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Attach, RegionInfo, RoomKey
-from longshore_wire.plan import Staging, Way
+from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Staging, Way, chosen_way
 
 MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -73,11 +73,14 @@ def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, de
     pair = next(pair for pair in session.rooms[key].pairs.values() if pair.route is not None)
     if pair.open is None:
         return pair.way.name, pair.why.name
-    in_place = source.ranks[0].device == "cpu"
-    attach = Attach(
-        1, "test", "p", 7, source.layout.layout(), config.backend, b"", None, (), settings.lane_bytes, in_place=in_place
+    choice = chosen_way(
+        pair.open,
+        config.crossover,
+        (config.backend, "Unknown"),
+        in_place=source.ranks[0].device == "cpu",
+        lane_bytes=settings.lane_bytes,
+        ring_bytes=config.ring_bytes,
     )
-    choice = chosen_way(config, attach, pair, (0, TOKENS), "Unknown")
     return choice.way.name, choice.why.name
 
 

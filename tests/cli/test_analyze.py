@@ -23,7 +23,7 @@ from longshore_wire.claims import grid, route
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, PairKey, RegionInfo, RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/llama-70b.yaml"

@@ -13,7 +13,7 @@ from longshore_spec.agent_config import AgentConfig, Backend, Decode, Prefill, T
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import LayoutError
 from longshore_wire.names import Wire
-from longshore_wire.plan import Staging
+from longshore_wire.ways import Staging
 
 Body = dict[str, Any]
 BASE: Body = {

@@ -19,7 +19,6 @@ from longshore_wire.errors import Reason, RingError
 from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Attach, EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
-from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Session
@@ -29,6 +28,7 @@ from longshore_wire.source_session import SourceSession
 from longshore_wire.states import SourceSlab, TargetPairState, TargetSlab
 from longshore_wire.target_peers import TargetPeers
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 
 @dataclass(frozen=True)

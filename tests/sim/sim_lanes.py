@@ -16,7 +16,7 @@ from sim_world import MS, ViolationError, Write
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 if TYPE_CHECKING:
     from sim_engine import Client, Room

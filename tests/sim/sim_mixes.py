@@ -8,7 +8,7 @@ from typing import Any
 from sim_world import MS, SECOND, Odds
 
 from longshore_wire.errors import Reason
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 # (KV heads, TP and PP of each prefill instance, of decode): TPs that divide each other or not, replicas, stages, and
 # unequal prefill instances.

@@ -33,7 +33,7 @@ from longshore_spec.strict_document import DOCUMENT_BYTES_MAX
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import PageOrder
 from longshore_wire.names import Wire
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 YAML = """
 apiVersion: longshore.dev/v1alpha1

@@ -7,7 +7,6 @@ from core_outputs import effects_of, messages_of
 from source_voice import attach_to, stay_alive
 
 from longshore_client.memory import pool_geometry
-from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
@@ -24,10 +23,10 @@ from longshore_wire.peer_messages import (
     RoomKey,
     WireFound,
 )
-from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_peers import WIRE_WAIT_NS
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import AllowedWires, Way
 
 MODEL = ModelShape(2, 4, 16, 2)
 WHOLE, HALVES = KVLayout(MODEL, Parallel(), 16), KVLayout(MODEL, Parallel(2), 16)

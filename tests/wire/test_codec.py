@@ -47,7 +47,7 @@ from longshore_wire.peer_messages import (
     RoomKey,
     SlabReady,
 )
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 LAYOUT = KVLayout(ModelShape(80, 8, 128, 2), Parallel(4, 3, 2, 1, 8, 7), 64, PageOrder.HND, (40, 80))
 PAIR = PairKey(RoomKey("prefill-0", 2**64 - 1, 3), 7, 1, 2**63, 2**63 + 5, "decode-1", 2)

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from source_voice import attach_to, stay_alive
 
 from longshore_wire.claims import Wanted
-from longshore_wire.crossover import WHOLE_PAGES, Crossover, Default, Measured, Open, Row, Why, choose, read, write
+from longshore_wire.crossover import WHOLE_PAGES, Crossover, Default, Measured, Row, read, write
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, Reason, RingError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, RegionInfo, RoomKey, WireFound
-from longshore_wire.plan import Staging, Way, plan
+from longshore_wire.plan import plan
 from longshore_wire.target_peers import WIRE_WAIT_NS
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Staging, Way, Why, choose
 
 MODEL = ModelShape(2, 4, 16, 2)  # a token is 512 bytes: 2 layers, K and V, 4 heads of 32 bytes
 WHOLE = KVLayout(MODEL, Parallel(), 16)  # a page of one plane is 2,048 bytes
@@ -47,7 +48,8 @@ def chosen(source: KVLayout, target: KVLayout, tokens: int, wire: str = "TCP", *
     can_stage = bool(options.pop("can_stage", True))
     table = options.pop("table", TABLE)
     assert isinstance(table, Crossover)
-    found = choose(Open(made.in_place, made.runs, can_stage), made.pairs[0], (0, tokens), table, "NIXL", wire)
+    left_open = made.open_pair(made.pairs[0], (0, tokens), lane_bytes=1 << 30, ring_bytes=1 << 30)
+    found = choose(left_open._replace(can_stage=can_stage), table, ("NIXL", wire))
     return found.way, found.why
 
 

@@ -13,9 +13,9 @@ from longshore_wire.effects import SECOND_NS, SessionConfig
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.peer_messages import Abort, Attach, Claim, Demand, EndAck, RegionInfo, RoomKey
 from longshore_wire.peers import PeerState
-from longshore_wire.plan import Way
 from longshore_wire.states import TargetPairState
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 
 def test_a_room_whose_write_fails_fails_alone_and_its_peers_are_served_on() -> None:

@@ -10,9 +10,10 @@ from longshore_wire.effects import SessionConfig
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, PageOrder, Parallel
 from longshore_wire.peer_messages import Demand, EndAck, PairKey, RoomKey, SlabReady
-from longshore_wire.plan import Pair, Way
+from longshore_wire.plan import Pair
 from longshore_wire.room import TargetPair
 from longshore_wire.states import TargetPairState
+from longshore_wire.ways import Way
 
 TOKEN_BYTES = 2 * 2 * 2 * 32  # layers, K and V, heads of a rank, bytes of a head
 

@@ -11,8 +11,8 @@ from longshore_wire.codec import CodecError
 from longshore_wire.effects import SECOND_NS, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES_MAX, PEER, Abort, Claim, SlabReady
-from longshore_wire.plan import Way
 from longshore_wire.states import TargetSlab
+from longshore_wire.ways import Way
 
 WITH = {"digest": True, "digest_key": b"a key"}
 # K and V of both layers, and the heads of one prefill rank.

@@ -8,10 +8,11 @@ from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.granting import Granter
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.plan import Pair, Way
+from longshore_wire.plan import Pair
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.slabs import ALIGNMENT_BYTES, SlabGrid, slab_bytes
 from longshore_wire.states import TargetEvent, TargetRoomEvent, TargetSlab
+from longshore_wire.ways import Way
 
 LAYOUT = KVLayout(ModelShape(1, 1, 16, 4), Parallel(), 16)
 TOKEN_BYTES = 128

@@ -36,9 +36,9 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
-from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 MS = 1_000_000
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)

@@ -14,9 +14,9 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Abort, Claim, Complete, PairKey, PeerMessage, Ping, Pong, SlabAck
 from longshore_wire.peers import SERIALS_MAX, UsedSerials
-from longshore_wire.plan import Way
 from longshore_wire.states import TargetPairState
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 
 def _pass(scene: Scene, seconds: int) -> None:

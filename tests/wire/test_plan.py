@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_wire.plan import Plan, Staging, Way, plan
+from longshore_wire.plan import Plan, plan
+from longshore_wire.ways import Staging, Way
 
 Element = tuple[int, str, int]
 KINDS = {Attention.HEADS: ("k", "v"), Attention.LATENT: ("latent",)}

@@ -11,7 +11,7 @@ from two_writers import FIRST, KEY, SECOND, Scene
 from longshore_wire.effects import SECOND_NS, PeerGone, RoomReleased
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Attach, EndAck, RoomKey, WireFound
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 
 def test_memory_comes_back_writer_by_writer_when_each_has_ended_its_writes_and_says_so() -> None:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from longshore_wire.effects import PeerId
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, even_tokens, slab_limit_bytes, staging_of_tests
 from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.ways import Way
 
 
 def test_the_last_slab_is_as_long_as_the_others() -> None:

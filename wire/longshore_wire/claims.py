@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from longshore_wire import names
-from longshore_wire.crossover import Choice, Crossover, Open, Why, choose, given_way
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
-from longshore_wire.layout import Attention
 from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
-from longshore_wire.plan import Pair, Plan, Staging, Way
+from longshore_wire.plan import Pair, Plan
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units, staged_tokens
+from longshore_wire.ways import IN_PLACE, Way, Why, check_place, given_way
 
-IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
 # Limit of the slabs that a peer can make us track for one claim.
 SLABS_MAX = 1 << 18
 # Bytes of all incomplete page lists of all peers: enough for about a hundred of the longest prompts.
 PARTS_BYTES_MAX = 64 << 20
+# A target does not know the limit of its source's lanes. The source applies it.
+_ANY_LANE = 1 << 62
 
 K = TypeVar("K", bound=Hashable)
 
@@ -208,28 +207,13 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
             reason=Reason.MALFORMED_MESSAGE,
         )
     if cut.count and pair.route is not None and pair.way is Way.STAGED:
-        slab_bytes, limit = pair.route.payload_bytes(*cut.tokens(0)), _ring_limit_bytes(config, 1)
+        slab_bytes, limit = pair.route.payload_bytes(*cut.tokens(0)), slab_limit_bytes(_ANY_LANE, config.ring_bytes, 1)
         if slab_bytes > limit:
             raise RoomError(
                 f"cuts slabs of {slab_bytes} bytes, and this ring takes none above {limit}",
                 reason=Reason.MALFORMED_MESSAGE,
             )
     return cut
-
-
-def staged_unless_forbidden(asked: Staging) -> Staging:
-    """Return the setting for pages that no transport accesses in place: ALWAYS, or NEVER if staging is forbidden."""
-    return asked if asked is Staging.NEVER else Staging.ALWAYS
-
-
-def check_place(way: Way, engine: str, *, in_place: bool) -> None:
-    """Raise RoomError if a way needs a transport to access pages of `engine` in place, and none can."""
-    if way in IN_PLACE and way is not Way.DIRECT and not in_place:
-        raise RoomError(
-            f"way {way.name} has a transport read and write pages where they lie, and those of {engine} are on a GPU: "
-            "have them staged (transfer.staging Auto or Always, no forced way; a latent needs both engines at one agent)",
-            reason=Reason.UNSUPPORTED,
-        )
 
 
 def check_prefix(first_token: int, pair: Pair) -> None:
@@ -267,19 +251,6 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
         )
 
 
-def is_near(agent: str, near: str, *, mappable: bool = True, adjacent: bool = True) -> bool:
-    """Return whether a source's worker may copy into a target's pages by way DIRECT.
-
-    Workers of a GPU reach the pages of their agent's GPUs and of its host memory; those of a CPU only the latter.
-
-    Args:
-        agent: of the source's endpoint.
-        near: of the target: the agent in its own endpoint; empty: no worker may.
-        mappable, adjacent: of the target's pool, as in `Wanted`.
-    """
-    return mappable and near != "" and (agent == near or (adjacent and agent == f"{near}{names.ON_GPU}"))
-
-
 def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:
     """Return the pairs that a claim opens at its target: its sources, and those of which it needs nothing.
 
@@ -299,12 +270,15 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
                 f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
                 reason=Reason.UNKNOWN_INSTANCE,
             )
-        way, why = Way.STAGED, Why.DEFAULT
+        way, why, left_open = Way.STAGED, Why.DEFAULT, None
         if pair is not None:
-            way, why = given_way(pair, config.force_way, config.staging, config.layout.model.attention)
+            way, why = given_way(pair.way, config.force_way, config.staging, config.layout.model.attention)
         if pair is not None and wanted.first_token < wanted.end_token:
             check_prefix(wanted.first_token, pair)
-            if why is not Why.UNDECIDED:
+            if why is Why.UNDECIDED:
+                tokens = (wanted.first_token, wanted.end_token)
+                left_open = planned.open_pair(pair, tokens, lane_bytes=_ANY_LANE, ring_bytes=config.ring_bytes)
+            else:
                 check_place(way, f"decode {config.instance}", in_place=config.in_place)
             # No ring is a valid choice; a ring that is too small is a mistake.
             if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
@@ -314,82 +288,12 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
         # The source's epoch is filled in when it has attached.
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank, config.memory)
-        can_stage = why is Why.UNDECIDED and pair is not None and _ring_holds(config, pair, len(mine))
-        left_open = Open(planned.in_place, planned.runs, can_stage) if why is Why.UNDECIDED else None
         pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))
     return pairs
 
 
-def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens: tuple[int, int], wire: str) -> Choice:
-    """Choose the way of an undecided pair for tokens [first, end), once its source and wire are known."""
-    assert found.open is not None
-    assert found.route is not None
-    if not attach.in_place:
-        return Choice(Way.STAGED, Why.STAGING)
-    left_open = found.open
-    fits = found.route.unit_bytes <= slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1)
-    if not fits and found.way is not Way.STAGED:
-        # Whole pages are written in place. Parts of pages are claimed anyway: the source's refusal names its buffer.
-        left_open = left_open._replace(can_stage=False)
-    return choose(left_open, found.route, tokens, config.crossover, config.backend, wire)
-
-
-class Reach(NamedTuple):
-    """One target rank's knowledge of a source when it chooses the way.
-
-    Attributes:
-        staging, near: as in its worker's `SessionConfig`.
-        in_place, target_in_place: `in_place` of the source's and the target's worker.
-    """
-
-    staging: Staging
-    near: bool
-    in_place: bool
-    target_in_place: bool = True
-
-
-def expected_way(
-    found: Plan,
-    pair: Pair,
-    reach: Reach,
-    tokens: int,
-    *,
-    attention: Attention,
-    slab_bytes: int,
-    ring_bytes: int,
-    table: Crossover,
-    over: tuple[str, str],
-    force_way: Way | None = None,
-) -> Choice:
-    """Return the choice of the decode side for `tokens` tokens of a pair, before there is a room.
-
-    Args:
-        found: the plan of the pair, made with `reach`.
-        attention: the model's.
-        slab_bytes, ring_bytes: the source's longest slab and the target's ring.
-        over: backend and wire.
-    """
-    way, why = given_way(pair, force_way, reach.staging, attention)
-    if why is not Why.UNDECIDED:
-        return Choice(way, why)
-    if not reach.in_place:
-        return Choice(Way.STAGED, Why.STAGING)
-    writers = len(found.of_target(pair.target_rank))
-    can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, ring_bytes, writers)
-    return choose(Open(found.in_place, found.runs, can_stage), pair, (0, tokens), table, *over)
-
-
-def _ring_limit_bytes(config: SessionConfig, source_count: int) -> int:
-    # The limit of a lane is unknown here; the source applies it.
-    return slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
-
-
-def _ring_holds(config: SessionConfig, pair: Pair, source_count: int) -> bool:
-    return pair.unit_bytes <= _ring_limit_bytes(config, source_count)
-
-
 def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
-    if not _ring_holds(config, pair, source_count):
+    if pair.unit_bytes > slab_limit_bytes(_ANY_LANE, config.ring_bytes, source_count):
         raise RingError(
             f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even {pair.unit_tokens} tokens "
             f"({pair.unit_bytes} bytes) for each of {source_count} source ranks: enlarge it"

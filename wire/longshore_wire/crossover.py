@@ -1,7 +1,6 @@
-"""Chooses the fastest way by a table of measured seconds for each backend and wire.
+"""The crossover table: measured seconds of staged transfers and of those in place, for each backend and wire. Pure.
 
-Called by the decode side's core, which chooses each pair's way and sends it in its claim, and by `/v1/plan`.
-`longshore bench crossover` writes the file; callers pass its bytes to `read`. Pure: a plan and numbers in, a way out.
+`ways` chooses by it. `longshore bench crossover` writes the file; callers pass its bytes to `read`.
 """
 
 from __future__ import annotations
@@ -11,32 +10,16 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
 from longshore_wire.errors import ConfigError
-from longshore_wire.layout import Attention
-from longshore_wire.names import WIDER_WIRES, Labelled
-from longshore_wire.plan import Pair, RunRule, Staging, Way
+from longshore_wire.names import WIDER_WIRES
 
 VERSION = 1
 # A table takes a few KiB. The limit is far above any number of backends and wires.
 FILE_BYTES_MAX = 1 << 20
 _NUMBERS = re.compile(r"\[\s+([-+.,e0-9\s]+?)\s+\]")
-
-
-class Why(Labelled):
-    """The reason for a pair's way; claims carry the number."""
-
-    UNDECIDED = 0  # the wire is not known yet
-    FORCED = 1  # a setting names the way
-    STAGING = 2  # transfer.staging is Always or Never, or pages of either side are on a GPU, where they must be staged
-    NEAR = 3  # both ranks belong to one agent
-    LATENT = 4  # MLA: there is nothing to gather
-    NO_RING = 5  # the target takes no staged bytes, or no slab of this pair
-    MEASURED = 6  # the table has this backend and wire
-    DEFAULT = 7  # the table has no such entry
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,58 +101,6 @@ class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # A table with only the default.
 WHOLE_PAGES = Crossover()
-
-
-class Choice(NamedTuple):
-    """A pair's way, its reason, and the table's seconds of both ways; None without an entry."""
-
-    way: Way
-    why: Why
-    staged_s: float | None = None
-    in_place_s: float | None = None
-
-
-class Open(NamedTuple):
-    """The input of a choice for a pair of a plan: the plan's in-place way, and its rule that counts runs."""
-
-    in_place: Way
-    runs: RunRule
-    can_stage: bool  # the target's ring takes its slabs
-
-
-def given_way(pair: Pair, force_way: Way | None, staging: Staging, attention: Attention) -> tuple[Way, Why]:
-    """Return a pair's way and its reason. With UNDECIDED `choose` decides, and the way is the plan's default."""
-    if force_way is not None:
-        return force_way, Why.FORCED
-    if pair.way is Way.DIRECT:
-        return pair.way, Why.NEAR
-    if staging is not Staging.AUTO:
-        return pair.way, Why.STAGING
-    if attention is Attention.LATENT:
-        return pair.way, Why.LATENT
-    return pair.way, Why.UNDECIDED
-
-
-def choose(open_pair: Open, pair: Pair, tokens: tuple[int, int], table: Crossover, backend: str, wire: str) -> Choice:
-    """Return the faster of staged and in place for tokens [first, end), not empty, of one pair.
-
-    Runs are counted as if the tokens began at a page. A prefix that ends within a page adds one or two.
-    """
-    total_bytes = pair.payload_bytes(*tokens)
-    run_bytes = total_bytes / open_pair.runs.count(pair, tokens[1] - tokens[0])
-    entry = table.entry(backend, wire)
-    staged_s = in_place_s = None
-    if entry is not None:
-        staged_s, in_place_s = entry.seconds(run_bytes, total_bytes)
-        in_place, why = in_place_s < staged_s, Why.MEASURED
-    else:
-        rule, why = table.default, Why.DEFAULT
-        whole = open_pair.in_place is Way.CONTIGUOUS
-        least = rule.contiguous_run_bytes_min if whole else rule.slices_run_bytes_min
-        in_place = least is not None and run_bytes >= least
-    if not open_pair.can_stage and not in_place:
-        in_place, why = True, Why.NO_RING
-    return Choice(open_pair.in_place if in_place else Way.STAGED, why, staged_s, in_place_s)
 
 
 def read(data: bytes, name: str) -> Crossover:

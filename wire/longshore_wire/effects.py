@@ -15,7 +15,8 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
-from longshore_wire.plan import Pair, Staging, Way
+from longshore_wire.plan import Pair
+from longshore_wire.ways import Staging, Way
 
 SECOND_NS = 1_000_000_000
 

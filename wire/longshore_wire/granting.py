@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.peer_messages import Grant, RoomKey
-from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.slabs import ALIGNMENT_BYTES, slab_bytes
 from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.ways import Way
 
 
 class Granter:

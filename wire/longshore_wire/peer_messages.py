@@ -12,11 +12,10 @@ from typing import Annotated
 import msgspec
 
 from longshore_wire.codec import Codec
-from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
-from longshore_wire.plan import Way
 from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
+from longshore_wire.ways import Way, Why
 
 # While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 PROTOCOL_VERSION = 1

@@ -13,7 +13,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import Attach, PoolInfo, RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 # Claims that may overtake an older one: more than the open rooms of a worker.
 SERIALS_MAX = 65_536

@@ -18,7 +18,8 @@ import msgspec
 
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
-from longshore_wire.names import Labelled
+from longshore_wire.slabs import slab_limit_bytes
+from longshore_wire.ways import Open, Staging, Way, planned_way
 
 # A worker has few kinds of peers. Each pair of layouts is planned once for each replica, then looked up for every
 # room.
@@ -28,23 +29,6 @@ _PLANS_KEPT_MAX = 256
 _GOLDEN = 0x9E3779B97F4A7C15
 # Name for a plan that mixes several ways.
 MIXED = "Mixed"
-
-
-class Way(Labelled):
-    """How the bytes of a pair are moved. Messages carry the number."""
-
-    CONTIGUOUS = 0  # whole pages, written in place
-    DIRECT = 1  # one kernel reads local pages and writes remote pages
-    STAGED = 2  # gathered into a slab, one write, scattered
-    SLICES = 3  # run by run, written in place: always possible
-
-
-class Staging(IntEnum):
-    """Whether staging buffers may, must or must not be used: `transfer.staging` of the configuration."""
-
-    AUTO = 0
-    ALWAYS = 1
-    NEVER = 2
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -130,6 +114,24 @@ class Plan(msgspec.Struct, frozen=True):
         pairs = (msgspec.structs.replace(pair, way=way) for pair, way in zip(self.pairs, ways, strict=True))
         return msgspec.structs.replace(self, pairs=tuple(pairs))
 
+    def open_pair(self, pair: Pair, tokens: tuple[int, int], *, lane_bytes: int, ring_bytes: int) -> Open:
+        """Return the input of a choice of the way for tokens [first, end), not empty, of a pair of this plan.
+
+        Runs are counted as if the tokens began at a page. A prefix that ends within a page adds one or two.
+
+        Args:
+            lane_bytes, ring_bytes: the source's longest slab and the target's ring, which all writers share.
+        """
+        writer_count = len(self.of_target(pair.target_rank))
+        return Open(
+            planned=pair.way,
+            in_place=self.in_place,
+            unit_bytes=pair.unit_bytes,
+            total_bytes=pair.payload_bytes(*tokens),
+            run_count=self.runs.count(pair, tokens[1] - tokens[0]),
+            can_stage=pair.unit_bytes <= slab_limit_bytes(lane_bytes, ring_bytes, writer_count),
+        )
+
     def of_source(self, rank: int) -> tuple[Pair, ...]:
         """Return the pairs that source rank `rank` writes, by target rank."""
         return tuple(pair for pair in self.pairs if pair.source_rank == rank)
@@ -198,7 +200,7 @@ def plan(
 ) -> Plan:
     """Return the plan in which every target rank gets each of its layers and heads exactly once.
 
-    With Staging.AUTO whole pages are CONTIGUOUS and the rest is STAGED; `crossover` may choose otherwise for a transfer.
+    With Staging.AUTO whole pages are CONTIGUOUS and the rest is STAGED; `ways` may choose otherwise for a transfer.
     Each target rank reads replicated source heads from one replica. Readers are assigned to replicas round-robin, beginning
     at one that the room and the target's DP rank determine. Replicas differ by at most one pair within a plan, and rooms
     are distributed evenly.
@@ -238,7 +240,7 @@ def _plan(
     target = all_ranks("target", targets)
     _check_exchange(source, target, staging)
     in_place = Way.CONTIGUOUS if _whole(source[0], target[0]) else Way.SLICES
-    way = _choose_way(source[0], in_place, staging, direct)
+    way = planned_way(in_place, source[0].model.attention, staging, direct=direct)
     pairs = _pairs(source, target, way, first_replica)
     writers = {pair.source_rank for pair in pairs}
     readers = {pair.target_rank for pair in pairs}
@@ -342,17 +344,6 @@ def _check_equal(field: str, source: object, target: object, why: str) -> None:
     if source != target:
         shown = [value.name if isinstance(value, IntEnum) else value for value in (source, target)]
         raise LayoutError(f"{field} is {shown[0]} at the source and {shown[1]} at the target: {why}")
-
-
-def _choose_way(source: KVLayout, in_place: Way, staging: Staging, direct: bool) -> Way:
-    """Choose the way of every pair. With even splits, pages are whole for all pairs or for none."""
-    if staging is Staging.ALWAYS:
-        return Way.STAGED
-    if direct:
-        return Way.DIRECT
-    if source.model.attention is Attention.LATENT or staging is Staging.NEVER:
-        return in_place
-    return Way.CONTIGUOUS if in_place is Way.CONTIGUOUS else Way.STAGED
 
 
 def _whole(source: KVLayout, target: KVLayout) -> bool:

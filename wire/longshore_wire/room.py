@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from longshore_wire.crossover import Open, Why
 from longshore_wire.effects import PairEnd, PeerId, Replica, RoomEnded
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
-from longshore_wire.plan import Pair, Way
+from longshore_wire.plan import Pair
 from longshore_wire.ring import Region
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import (
@@ -37,6 +36,7 @@ from longshore_wire.states import (
     TargetSlab,
     step,
 )
+from longshore_wire.ways import Open, Way, Why
 
 _UNANSWERED = frozenset({TargetPairState.WAITING, TargetPairState.CLAIMED})
 # In these states the source may write the region.

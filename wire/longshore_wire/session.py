@@ -11,15 +11,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import ClassVar, Generic, TypeVar
 
-from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, Send, SessionConfig, Stale
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.peers import Ended, Life, Peer, PeerState
-from longshore_wire.plan import Plan, Way, plan
+from longshore_wire.plan import Plan, plan
 from longshore_wire.room import Room, SourcePair, SourceRoom, TargetPair, TargetRoom
+from longshore_wire.ways import AllowedWires, Way
 
 # Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
 BACKOFF_MAX = 16

@@ -26,11 +26,11 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.peers import Peer, PeerState, UsedSerials
-from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
 from longshore_wire.session import PROBE_AFTER, Session
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import SourcePairEvent
+from longshore_wire.ways import Way
 
 # Targets whose used claims are kept: more than the decode ranks of any prefill rank.
 TARGETS_MAX = 4096

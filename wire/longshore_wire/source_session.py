@@ -6,7 +6,7 @@ The worker calls it with engine requests (`offer`, `cancel`, `renew`), messages 
 
 from __future__ import annotations
 
-from longshore_wire.claims import IN_PLACE, grid, route
+from longshore_wire.claims import grid, route
 from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
@@ -26,7 +26,6 @@ from longshore_wire.peer_messages import (
     SlabReady,
 )
 from longshore_wire.peers import Peer
-from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
 from longshore_wire.slabs import slab_bytes
 from longshore_wire.source_peers import SourcePeers
@@ -38,6 +37,7 @@ from longshore_wire.states import (
     SourceRoomState,
     SourceSlab,
 )
+from longshore_wire.ways import IN_PLACE, Way
 
 # What targets send about a pair.
 _OF_PAIRS = (Claim, Grant, SlabAck, Abort, EndAck, Complete)

@@ -11,7 +11,6 @@ from collections import Counter
 import msgspec
 
 from longshore_wire.addresses import main_address
-from longshore_wire.claims import chosen_way
 from longshore_wire.effects import (
     Dial,
     DrainWriter,
@@ -26,10 +25,10 @@ from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Abort, Attach, Claim, Complete, PairKey, Ping, Pong, Refuse, RoomKey, WireFound
 from longshore_wire.peers import Ended, Life, Outcome, Peer, PeerState, Writer
-from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Session
 from longshore_wire.states import TargetPairEvent, TargetPairState
+from longshore_wire.ways import Way, chosen_way
 
 # Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
 _RESTART_NS = 60_000_000_000
@@ -359,13 +358,21 @@ class TargetPeers(Session):
     # -- claims --------------------------------------------------------------------------------------------------------
 
     def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
-        """Choose the final way of a pair; return False while the wire, on which it depends, is unknown."""
+        """Have the final way of a pair chosen; return False while the wire, on which it depends, is unknown."""
         assert known.attach is not None
-        needs_wire = self._probe is not None and self.config.crossover.needs_wire(self.config.backend)
+        assert pair.open is not None
+        config = self.config
+        needs_wire = self._probe is not None and config.crossover.needs_wire(config.backend)
         if needs_wire and not known.has_wire and self._awaits_wire(room.key, known, now_ns):
             return False
-        tokens = (room.first_token, room.end_token)
-        choice = chosen_way(self.config, known.attach, pair, tokens, known.found_wire)
+        choice = chosen_way(
+            pair.open,
+            config.crossover,
+            (config.backend, known.found_wire),
+            in_place=known.attach.in_place,
+            lane_bytes=known.attach.slab_bytes_max,
+            ring_bytes=config.ring_bytes,
+        )
         self.in_place_count -= pair.expects_bytes
         pair.way, pair.why, pair.open = choice.way, choice.why, None
         self.in_place_count += pair.expects_bytes

@@ -6,7 +6,7 @@ scatters (`scatter_done`, `scatter_failed`) and time (`tick`). `granting` decide
 
 from __future__ import annotations
 
-from longshore_wire.claims import Wanted, demanded_grid, is_near, target_pairs
+from longshore_wire.claims import Wanted, demanded_grid, target_pairs
 from longshore_wire.effects import (
     PeerId,
     RoomReleased,
@@ -31,7 +31,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.peers import Peer, PeerState
-from longshore_wire.plan import Way, digests_bytes
+from longshore_wire.plan import digests_bytes
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.states import (
     TargetEvent,
@@ -42,6 +42,7 @@ from longshore_wire.states import (
     TargetSlab,
 )
 from longshore_wire.target_peers import TargetPeers
+from longshore_wire.ways import Way, is_near
 
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)

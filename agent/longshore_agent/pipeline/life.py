@@ -56,8 +56,8 @@ from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Selection, Transport, Write
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.plan import Way
 from longshore_wire.slabs import Trailer, unseal
+from longshore_wire.ways import Way
 
 # Open writes of one slab in place: enough to keep the transport busy, few enough to stay fair to other lanes.
 _OPEN_BATCHES_MAX = 4

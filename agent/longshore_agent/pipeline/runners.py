@@ -31,7 +31,7 @@ from longshore_agent.pipeline.slabs import (
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
 from longshore_spec.status import LaneStatus
 from longshore_wire.names import UNKNOWN_WIRE, wire_name
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 # Staged copies that a GPU has before the wire is ready for them: the next slab and the one after it. More would delay
 # the first write, since the control thread takes as long to queue a copy as the device takes to do it.

@@ -15,8 +15,8 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import LATELY_S, AgentSnapshot, WorkerSnapshot
 from longshore_spec.findings import KINDS, Subject
 from longshore_spec.status import ATTACHED, LOST, REFUSED, Finding, PeerStatus, SelfTest, Severity, WorkerState
-from longshore_wire.allowed_wires import AllowedWires, needs_wire
 from longshore_wire.names import TEST_INSTANCE_PREFIX, UNKNOWN_WIRE
+from longshore_wire.ways import AllowedWires, needs_wire
 
 # The supervisor's loop turns at least every second. If it has not for this long, it hangs and must be restarted.
 LOOP_AGE_LIMIT_S = 30.0

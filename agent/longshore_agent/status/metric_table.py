@@ -12,9 +12,9 @@ from enum import StrEnum
 from longshore_spec.findings import CODES
 from longshore_spec.names import PROTECTIONS
 from longshore_spec.status import ATTACHED, CONNECTING, LOST, REFUSED
-from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE, Wire
+from longshore_wire.ways import Why
 
 
 class Kind(StrEnum):

@@ -9,8 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
 from longshore_spec.status import EngineStatus, InstanceStatus
-from longshore_wire.claims import Reach, check_place, expected_way, is_near, staged_unless_forbidden
-from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover
+from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
     HEAD_DIM_MAX,
@@ -26,7 +25,8 @@ from longshore_wire.layout import (
     Parallel,
 )
 from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.plan import Plan, Staging, Summary, Way, plan
+from longshore_wire.plan import Plan, Summary, plan
+from longshore_wire.ways import Choice, Reach, Staging, Way, check_place, expected_way, is_near
 
 # A plan lists every rank. The limit is that of a large cluster, so that one request cannot block the agent.
 RANKS_MAX = 4096
@@ -181,18 +181,10 @@ def answer(
     # The pairs of these plans differ only in their ways.
     for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
         found, reach = plans[rank], reaches[rank]
-        choice = expected_way(
-            found,
-            found.pairs[index],
-            reach,
-            chunk_tokens,
-            attention=attention,
-            slab_bytes=slab_bytes,
-            ring_bytes=defaults.ring_bytes,
-            table=defaults.crossover,
-            over=over,
-            force_way=defaults.force_way,
+        pair = found.open_pair(
+            found.pairs[index], (0, chunk_tokens), lane_bytes=slab_bytes, ring_bytes=defaults.ring_bytes
         )
+        choice = expected_way(pair, reach, defaults.crossover, over, attention=attention, force_way=defaults.force_way)
         check_place(choice.way, f"decode {query.target}", in_place=reach.target_in_place)
         check_place(choice.way, f"prefill {query.source}", in_place=reach.in_place)
         ways.append(choice)
@@ -209,7 +201,7 @@ def _reach(
     the least capable one counts.
     """
     if named is None or not named[1].ranks:
-        return Reach(staging, near=False, in_place=True)
+        return Reach.of(staging, near=False, in_place=True, target_in_place=True)
     source, target = named
     in_place = all(each.device == "cpu" for each in source.ranks)
     place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
@@ -227,9 +219,7 @@ def _reach(
         adjacent=all(pool.adjacent for pool in pools),
     )
     # No transport writes an engine's pages on a GPU in place.
-    on_gpu = place.device != "cpu"
-    asked = staged_unless_forbidden(staging) if on_gpu and not near else staging
-    return Reach(asked, near, in_place, not on_gpu)
+    return Reach.of(staging, near=near, in_place=in_place, target_in_place=place.device == "cpu")
 
 
 def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...], memory: str) -> InstanceStatus:

@@ -15,7 +15,7 @@ import msgspec
 from longshore_agent.status.metrics import Count, Metrics
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.ways import Way
 
 # Spans beyond the capacity that are dropped together.
 _SURPLUS_MAX = 256

@@ -158,7 +158,7 @@ class Supervisor:
             self._callers.turn_away(connection, Reason.BUSY, self._restarts.told(key, now_s), wait_s)
             return
         self._restarts.starting(key, now_s)
-        # See `claims.is_near`.
+        # See `ways.is_near`.
         life = self._life if hello.device == "cpu" else f"{self._life}{ON_GPU}"
         agent = life if self.settings.direct else ""
         port = self._lives.choose_port(key, self._slots)

@@ -10,15 +10,14 @@ import msgspec
 from longshore_agent.files import read_crossover
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
-from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.names import TEST_INSTANCE_PREFIX
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
-from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import gpu_slab_bytes_max
+from longshore_wire.ways import may_be_direct, staged_unless_forbidden
 
 # Size of a direct slab on a GPU, in lanes. No buffer holds it. One kernel copies 256 MiB between two GPUs in less than
 # a millisecond: longer than the messages for it take, and short enough for other rooms' turns.
@@ -104,10 +103,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     def gives_directly(self) -> bool:
         """Whether this worker, as a source, may use way DIRECT. The target decides for each room, in its claim."""
-        settings = self.settings
-        allowed = (
-            settings.staging is not Staging.ALWAYS if settings.force_way is None else settings.force_way is Way.DIRECT
-        )
+        allowed = may_be_direct(self.settings.staging, self.settings.force_way)
         return Half.SOURCE in self.roles and self.agent != "" and allowed
 
     def to_bytes(self) -> bytes:

@@ -37,10 +37,10 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import PEER, Attach, PeerMessage, RoomKey
-from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import Way
 
 Address = tuple[Half, PeerId]
 

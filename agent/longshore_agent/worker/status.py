@@ -43,7 +43,6 @@ from longshore_spec.status import (
     RoomStatus,
     WorkerState,
 )
-from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
@@ -54,6 +53,7 @@ from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Session
 from longshore_wire.states import SourcePairState, TargetPairState
 from longshore_wire.target_session import TargetSession
+from longshore_wire.ways import needs_wire
 
 # The way of a pair of ranks that has nothing to move.
 _NO_WAY = "none"

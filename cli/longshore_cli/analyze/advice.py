@@ -11,8 +11,8 @@ from longshore_spec.agent_config import Attention, Backend, StagingMode, Target,
 from longshore_spec.manifest import Spec, UpdateType
 from longshore_spec.node_groups import groups
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
-from longshore_wire.crossover import Why
 from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.ways import Why
 
 # Of one pair in one room. A slab takes 130 us or more on a GPU, so that these take 0.1 s beside their bytes.
 SLABS_WARNED = 1000

@@ -17,10 +17,10 @@ from longshore_spec.agent_pods import merged
 from longshore_spec.manifest import Spec
 from longshore_spec.node_groups import Group, groups
 from longshore_spec.quantity import QuantityError, parse_quantity
-from longshore_wire.claims import SLABS_MAX, Reach, expected_way, staged_unless_forbidden
-from longshore_wire.crossover import Choice, Crossover, Why
+from longshore_wire.claims import SLABS_MAX
+from longshore_wire.crossover import Crossover
 from longshore_wire.names import ENVIRONMENT_PREFIX, Wire
-from longshore_wire.plan import Pair, Plan, Staging, Way, plan
+from longshore_wire.plan import Pair, Plan, plan
 from longshore_wire.slabs import (
     GPU_SLAB_BYTES_MIN,
     SLAB_BYTES_MIN,
@@ -31,6 +31,7 @@ from longshore_wire.slabs import (
     small_slab_bytes,
     staged_tokens,
 )
+from longshore_wire.ways import Choice, Reach, Staging, Way, Why, expected_way
 
 CPU, GPU = "CPU", "GPU"
 _HOST_WIRES = (Wire.SHARED_MEMORY.value, Wire.TCP.value, Wire.RDMA.value)
@@ -227,34 +228,29 @@ def _planned(
     source, target = config.prefill.layout(config.model), config.decode.layout(config.model)
     asked = Staging[config.transfer.staging.name]
     target_on_gpu = devices[names.DECODE] == GPU and config.decode.target is Target.DEVICE
-    far = Reach(staged_unless_forbidden(asked) if target_on_gpu else asked, False, devices[names.PREFILL] == CPU)
+    places = {"in_place": devices[names.PREFILL] == CPU, "target_in_place": not target_on_gpu}
+    far = Reach.of(asked, near=False, **places)
     # MLA is never staged, so that the planner has no plan for Always; agents refuse its rooms between GPUs.
     if config.model.attention.value == "MLA" and far.staging is Staging.ALWAYS:
         far = far._replace(staging=asked)
     wires = tuple(wire.value for wire in config.transfer.wires) or _HOST_WIRES + (
         _GPU_WIRES if GPU in devices.values() else ()
     )
-    reaches = {_FAR: far} | ({_NEAR: Reach(asked, True, far.in_place)} if _has_neighbours(spec, devices) else {})
+    reaches = {_FAR: far} | ({_NEAR: Reach.of(asked, near=True, **places)} if _has_neighbours(spec, devices) else {})
     found: dict[tuple[str, Choice], list[str]] = {}
     plans = {}
     for between, reach in reaches.items():
-        plans[between] = plan(source, target, staging=reach.staging, direct=reach.near)
+        made = plans[between] = plan(source, target, staging=reach.staging, direct=reach.near)
+        pair = made.open_pair(
+            made.pairs[0], (0, tokens), lane_bytes=limits.slab_bytes_max, ring_bytes=limits.ring_bytes
+        )
         for wire in wires if between == _FAR else ("",):
-            choice = expected_way(
-                plans[between],
-                plans[between].pairs[0],
-                reach,
-                tokens,
-                attention=config.model.shape.attention,
-                slab_bytes=limits.slab_bytes_max,
-                ring_bytes=limits.ring_bytes,
-                table=table,
-                over=(config.transfer.backend.value, wire),
-            )
+            over = (config.transfer.backend.value, wire)
+            choice = expected_way(pair, reach, table, over, attention=config.model.shape.attention)
             found.setdefault((between, Choice(choice.way, choice.why)), []).append(wire)
     ways = tuple(
-        WayOf(between, tuple(filter(None, over)), _word(choice.way), choice.why.label, _meaning(choice, config))
-        for (between, choice), over in found.items()
+        WayOf(between, tuple(filter(None, given)), _word(choice.way), choice.why.label, _meaning(choice, config))
+        for (between, choice), given in found.items()
     )
     return plans[_FAR], ways
 

@@ -15,7 +15,7 @@ from longshore_spec.findings import KINDS, Subject
 from longshore_spec.manifest import Spec
 from longshore_spec.names import PROTECTIONS
 from longshore_spec.status import ATTACHED, Finding, PeerStatus, Severity, WorkerStatus
-from longshore_wire.allowed_wires import needs_wire
+from longshore_wire.ways import needs_wire
 
 _TROUBLE = "docs/troubleshooting.md"
 _SECURITY = "docs/security.md#what-protects-the-data-ports"

@@ -11,7 +11,8 @@ from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
 from longshore_cli.words import binary
 from longshore_spec.agent_config import AgentConfig, StagingMode
-from longshore_wire.plan import Plan, Way
+from longshore_wire.plan import Plan
+from longshore_wire.ways import Way
 
 _HEADER = ["prefill", "decode", "memory", "way", "wire", "GB/s", "expected", "verdict"]
 _LOAD_HEADER = ["memory", "room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore_cli.metrics_page import MetricsPage
-from longshore_wire.allowed_wires import needs_wire
+from longshore_wire.ways import needs_wire
 
 
 @dataclass(frozen=True, slots=True)

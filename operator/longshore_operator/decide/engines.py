@@ -15,8 +15,8 @@ from longshore_spec.agent_config import AgentConfig
 from longshore_spec.condition_reasons import ConditionType
 from longshore_spec.names import PROTECTIONS
 from longshore_spec.status import ATTACHED, AgentStatus, Finding, PeerStatus, WorkerStatus
-from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.names import TEST_INSTANCE_PREFIX, UNKNOWN_WIRE
+from longshore_wire.ways import needs_wire
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
