@@ -259,7 +259,7 @@ def _tell_no_failure(stack: ExitStack) -> None:
 
 
 def _wait_for_ever(stack: ExitStack) -> None:
-    _set(stack, Session, "_end_idle_rooms", lambda self, now_ns: self._room_timers.pop(now_ns))
+    _set(stack, Session, "_end_idle_rooms", lambda self, now_ns: self._deadlines.rooms.pop(now_ns))
 
 
 def _obey_late_abort(stack: ExitStack) -> None:
@@ -309,7 +309,8 @@ def _watch_the_ring_alone(stack: ExitStack) -> None:
 
 def _hide_what_is_due(stack: ExitStack) -> None:
     def next_due_ns(self: Any) -> int | None:
-        dues = [due for each in (self._timers, self._peer_timers) if (due := each.next_ns()) is not None]
+        shown = (self._deadlines.repeats, self._deadlines.peers)
+        dues = [due for each in shown if (due := each.next_ns()) is not None]
         return min(dues, default=None)
 
     _set(stack, Session, "next_due_ns", next_due_ns)

@@ -319,7 +319,7 @@ def test_a_core_that_nobody_talks_to_forgets_what_has_ended_by_its_own_due_times
     scene.deliver(SECOND)
     for core in (scene.target, *scene.sources.values()):
         core.peers.clear()
-        core._peer_timers = type(core._peer_timers)()
+        core._deadlines.peers = type(core._deadlines.peers)()
         now_ns, turns = scene.now_ns, 0
         while (due_ns := core.next_due_ns()) is not None and turns < 50:
             now_ns, turns = max(now_ns, due_ns), turns + 1

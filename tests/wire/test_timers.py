@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_wire.session import Timers
+from longshore_wire.timers import Timers
 
 KEYS = st.integers(0, 3)
 TIMES = st.integers(0, 12)

@@ -6,10 +6,9 @@ time are arguments; effects, messages to send among them, are returned as data, 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, Send, SessionConfig, Stale
 from longshore_wire.engine_messages import Half
@@ -19,6 +18,7 @@ from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, 
 from longshore_wire.peers import Ended, Life, Peer, PeerState
 from longshore_wire.plan import Plan, plan
 from longshore_wire.room import Room, SourcePair, SourceRoom, TargetPair, TargetRoom
+from longshore_wire.timers import Deadlines
 from longshore_wire.ways import AllowedWires, Way
 
 # Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
@@ -27,8 +27,6 @@ BACKOFF_MAX = 16
 EXTENT_BYTES_MIN = 4096
 # After this many intervals without a heartbeat, a probe asks whether the peer still listens.
 PROBE_AFTER = 2
-
-K = TypeVar("K", bound=Hashable)
 
 
 class Session:
@@ -49,7 +47,6 @@ class Session:
         self.ended: OrderedDict[RoomKey, Ended] = OrderedDict()
         self.counters: Counter[str] = Counter()
         self.lease_until_ns = now_ns + config.lease_ns
-        self.absent_ns = 0
         self._address = ""
         self._effects: list[Effect] = []
         self._metadata = b""
@@ -57,9 +54,7 @@ class Session:
         self._pools: dict[int, PoolInfo] = {}
         self._probe: RegionInfo | None = None
         self._generation = 0
-        self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
-        self._peer_timers: Timers[PeerId] = Timers()
-        self._room_timers: Timers[RoomKey] = Timers()
+        self._deadlines = Deadlines()
 
     @property
     def rank(self) -> int:
@@ -109,7 +104,7 @@ class Session:
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
-        self.absent_ns += late_ns
+        self._deadlines.absent_ns += late_ns
         for peer in self.peers.values():
             peer.heard_ns = min(now_ns, peer.heard_ns + late_ns)
             if peer.rival_since_ns is not None:
@@ -153,9 +148,9 @@ class Session:
 
     def tick(self, now_ns: int) -> None:
         """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
-        for key, peer in self._timers.pop(now_ns):
+        for key, peer in self._deadlines.repeats.pop(now_ns):
             self._repeat(key, peer, now_ns)
-        for peer in self._peer_timers.pop(now_ns):
+        for peer in self._deadlines.peers.pop(now_ns):
             self._beat(peer, now_ns)
         self._end_idle_rooms(now_ns)
         self._end_leases(now_ns)
@@ -179,8 +174,8 @@ class Session:
 
     def next_due_ns(self) -> int | None:
         """Return when `tick` must be called at the latest, or None."""
-        timers = (self._timers, self._peer_timers, self._room_timers)
-        dues = [due for each in timers if (due := each.next_ns()) is not None]
+        due_ns = self._deadlines.next_ns()
+        dues = [] if due_ns is None else [due_ns]
         if self.ended:
             # Rounded up, so that many ended rooms are dropped together.
             dues.append(-(-next(iter(self.ended.values())).until_ns // SECOND_NS) * SECOND_NS)
@@ -219,7 +214,9 @@ class Session:
 
     def _repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
         """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
-        self._timers.set((room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))
+        self._deadlines.repeats.set(
+            (room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX)
+        )
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
         """Handle the due time of a peer's heartbeat."""
@@ -266,9 +263,9 @@ class Session:
     def _progress(self, room: Room, now_ns: int) -> None:
         """Restart a room's timeout after progress."""
         if room.progress_ns < 0:
-            self._room_timers.set(room.key, now_ns + self.config.room_timeout_ns)
+            self._deadlines.rooms.set(room.key, now_ns + self.config.room_timeout_ns)
         # Time in which this side did not run does not count.
-        room.progress_ns = now_ns - self.absent_ns
+        room.progress_ns = now_ns - self._deadlines.absent_ns
 
     def _moved(self, room: Room, peer: PeerId, payload_bytes: int, now_ns: int) -> None:
         """Count a finished slab."""
@@ -280,13 +277,13 @@ class Session:
 
     def _end_idle_rooms(self, now_ns: int) -> None:
         """Fail rooms without progress for the room timeout."""
-        for key in self._room_timers.pop(now_ns):
+        for key in self._deadlines.rooms.pop(now_ns):
             room = self.rooms.get(key)
             if room is None or room.failed:
                 continue
-            due_ns = room.progress_ns + self.absent_ns + self.config.room_timeout_ns
+            due_ns = room.progress_ns + self._deadlines.absent_ns + self.config.room_timeout_ns
             if due_ns > now_ns:
-                self._room_timers.set(key, due_ns)
+                self._deadlines.rooms.set(key, due_ns)
                 continue
             text = f"nothing has happened in it for {self.config.room_timeout_ns / 1e9:g} s: {room.missing}"
             self.cancel(key, Reason.TIMED_OUT, text, now_ns)
@@ -340,65 +337,6 @@ class Session:
         if direct and self.config.neighbour_staging is not None:
             staging = self.config.neighbour_staging
         return plan(source, target, staging=staging, direct=direct, room=room)
-
-
-class Timers(Generic[K]):
-    """Holds at most one deadline for each key; a new one replaces it. Time is an argument.
-
-    Most deadlines are put off before they are due. Then the heap keeps the earlier one, which leads to the later one when
-    it is reached.
-    """
-
-    def __init__(self) -> None:
-        self._due_ns: dict[K, int] = {}
-        self._heap: list[tuple[int, int, K]] = []
-        self._sequence = 0
-
-    def __len__(self) -> int:
-        return len(self._due_ns)
-
-    def set(self, key: K, due_ns: int) -> None:
-        """Set the deadline of `key` to `due_ns`."""
-        before_ns = self._due_ns.get(key)
-        self._due_ns[key] = due_ns
-        if before_ns is not None and before_ns <= due_ns:
-            return
-        self._sequence += 1
-        heapq.heappush(self._heap, (due_ns, self._sequence, key))
-        if len(self._heap) > 64 + 4 * len(self._due_ns):
-            self._heap = [(due, n, k) for n, (k, due) in enumerate(self._due_ns.items(), self._sequence)]
-            self._sequence += len(self._heap)
-            heapq.heapify(self._heap)
-
-    def clear(self, key: K) -> None:
-        """Remove the deadline of `key`, if any."""
-        self._due_ns.pop(key, None)
-
-    def pop(self, now_ns: int) -> list[K]:
-        """Return the due keys, earliest first, and remove their deadlines."""
-        due: list[K] = []
-        # The heap's first is never after the earliest deadline.
-        while self._heap and self._heap[0][0] <= now_ns:
-            next_ns = self.next_ns()
-            if next_ns is None or next_ns > now_ns:
-                break
-            key = heapq.heappop(self._heap)[2]
-            del self._due_ns[key]
-            due.append(key)
-        return due
-
-    def next_ns(self) -> int | None:
-        """Return the earliest deadline, or None."""
-        while self._heap:
-            due_ns, number, key = self._heap[0]
-            current_ns = self._due_ns.get(key)
-            if current_ns == due_ns:
-                return due_ns
-            if current_ns is None or current_ns < due_ns:
-                heapq.heappop(self._heap)
-            else:
-                heapq.heapreplace(self._heap, (current_ns, number, key))
-        return None
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

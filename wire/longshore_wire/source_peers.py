@@ -114,7 +114,7 @@ class SourcePeers(Session):
             self._effect(PeerAttached(peer, attach))
         known.state, known.heard_ns = PeerState.ATTACHED, now_ns
         known.attempt = max(known.attempt, attach.attempt)
-        self._peer_timers.set(peer, now_ns + PROBE_AFTER * self.config.heartbeat_ns)
+        self._deadlines.peers.set(peer, now_ns + PROBE_AFTER * self.config.heartbeat_ns)
         self._send_attach(known)
 
     def wire_found(self, peer: PeerId, epoch: int, wire: str, failure: str, now_ns: int) -> None:
@@ -164,7 +164,7 @@ class SourcePeers(Session):
             known.beat(ping.number, ping.absent_ns, self.config.lease_ns, now_ns)
             epoch = self.config.epoch
         # Epoch 0 makes an unknown target attach again.
-        self._send(peer, Pong(epoch, ping.epoch, ping.number, self.absent_ns))
+        self._send(peer, Pong(epoch, ping.epoch, ping.number, self._deadlines.absent_ns))
 
     def _on_complete(self, known: Peer, message: Complete, now_ns: int) -> None:
         """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
@@ -245,7 +245,7 @@ class SourcePeers(Session):
         if known is None or self._check_silence(known, self._name(peer), now_ns):
             return
         due_ns = known.heard_ns + PROBE_AFTER * self.config.heartbeat_ns
-        self._peer_timers.set(peer, due_ns if due_ns > now_ns else now_ns + self.config.heartbeat_ns)
+        self._deadlines.peers.set(peer, due_ns if due_ns > now_ns else now_ns + self.config.heartbeat_ns)
 
     def _send_attach(self, known: Peer) -> None:
         self._send(known.peer, self._attach(known.attempt))

@@ -131,7 +131,7 @@ class SourceSession(SourcePeers):
                 pair.digests[slab] = digests
             if announce:
                 self._send_ready(room, pair, slab)
-            self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
+            self._deadlines.repeats.set((room.key, peer), now_ns + self.config.retry_ns)
         if room.failed:
             self._settle(room)
         else:
@@ -460,7 +460,7 @@ class SourceSession(SourcePeers):
                 pair.step(SourcePairEvent.GIVE_UP)
                 pair.attempts = 0
                 self._send(peer, Abort(pair.pair, reason, text))
-                self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
+                self._deadlines.repeats.set((room.key, peer), now_ns + self.config.retry_ns)
         self._settle(room)
 
     def _settle(self, room: SourceRoom) -> None:
@@ -482,9 +482,9 @@ class SourceSession(SourcePeers):
     def _drop(self, room: SourceRoom) -> None:
         room.step(SourceRoomEvent.END)
         del self.rooms[room.key]
-        self._room_timers.clear(room.key)
+        self._deadlines.rooms.clear(room.key)
         for peer in room.pairs:
-            self._timers.clear((room.key, peer))
+            self._deadlines.repeats.clear((room.key, peer))
             known = self.peers.get(peer)
             if known is not None:
                 known.rooms.pop(room.key, None)

@@ -161,7 +161,7 @@ class TargetPeers(Session):
             known.attach = attach
             self._effect(PeerAttached(known.peer, attach))
         known.state, known.heard_ns = PeerState.ATTACHED, now_ns
-        self._peer_timers.set(known.peer, self._next_beat_ns(now_ns))
+        self._deadlines.peers.set(known.peer, self._next_beat_ns(now_ns))
         self._queue_outcomes(known, now_ns)
         for room, pair in self._rooms_of(known):
             if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
@@ -224,7 +224,7 @@ class TargetPeers(Session):
         known.listens_ns, known.rival_since_ns = -1, now_ns if self._rivals_of(known) else None
         self._effect(Dial(known.peer, address))
         self._send_attach(known)
-        self._peer_timers.set(known.peer, now_ns + self.config.retry_ns)
+        self._deadlines.peers.set(known.peer, now_ns + self.config.retry_ns)
 
     def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
         """Fail rooms that name another address, since the attached life is alive."""
@@ -263,10 +263,10 @@ class TargetPeers(Session):
             self._effect(Dial(peer, known.address, admits=False))
         if known.state is PeerState.ATTACHED:
             self._asked_count += 1
-            self._send(peer, Ping(self.config.epoch, self._asked_count, self.absent_ns))
+            self._send(peer, Ping(self.config.epoch, self._asked_count, self._deadlines.absent_ns))
         else:
             self._send_attach(known)
-        self._peer_timers.set(peer, self._next_beat_ns(now_ns))
+        self._deadlines.peers.set(peer, self._next_beat_ns(now_ns))
 
     def _judge_rival(self, known: Peer, now_ns: int) -> None:
         """Decide between two addresses of one name: is the life at the dialled one alive?"""
@@ -412,7 +412,7 @@ class TargetPeers(Session):
     def _awaits_wire(self, room: RoomKey, known: Peer, now_ns: int) -> bool:
         if now_ns >= known.wire_due_ns:
             return False
-        self._timers.set((room, known.peer), known.wire_due_ns)
+        self._deadlines.repeats.set((room, known.peer), known.wire_due_ns)
         return True
 
     def _on_wire_found(self, known: Peer, found: WireFound, now_ns: int) -> None:

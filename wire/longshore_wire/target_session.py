@@ -451,7 +451,7 @@ class TargetSession(TargetPeers):
             if pair.state is not TargetPairState.CLOSED:
                 self.granter.quarantine(pair)
                 self._abort_pair(pair)
-            self._timers.clear((room.key, peer))
+            self._deadlines.repeats.clear((room.key, peer))
             self._queue_outcome(pair, room.key, self.ended[room.key], now_ns)
         if room.exposed:
             self.exposed_since_ns[room.key] = now_ns
@@ -478,10 +478,10 @@ class TargetSession(TargetPeers):
     def _drop(self, room: TargetRoom) -> None:
         room.step(TargetRoomEvent.END)
         del self.rooms[room.key]
-        self._room_timers.clear(room.key)
+        self._deadlines.rooms.clear(room.key)
         for peer, pair in room.pairs.items():
             self.in_place_count -= pair.expects_bytes
             known = self.peers[peer]
             known.rooms.pop(room.key, None)
             if room.key not in known.outcomes:
-                self._timers.clear((room.key, peer))
+                self._deadlines.repeats.clear((room.key, peer))
