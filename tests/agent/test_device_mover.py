@@ -26,8 +26,8 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
+from longshore_wire.links import Peer
 from longshore_wire.peer_messages import Attach
-from longshore_wire.peers import Peer
 from longshore_wire.source_session import SourceSession
 from longshore_wire.ways import Way
 

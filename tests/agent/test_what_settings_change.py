@@ -18,8 +18,8 @@ from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RingError, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Claim, Demand, PeerMessage, Ping, RegionInfo, RoomKey
-from longshore_wire.session import PeerState
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Way

@@ -13,20 +13,17 @@ from typing import Any
 from unittest.mock import patch
 
 from longshore_client.core import Core
-from longshore_wire.claims import PageParts
+from longshore_wire.claims import PageParts, UsedSerials
 from longshore_wire.effects import PeerId, Send
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.layout import TargetMemory
+from longshore_wire.links import Links, PeerState
 from longshore_wire.peer_messages import Attach, EndAck, SlabReady
-from longshore_wire.peers import PeerState, UsedSerials
 from longshore_wire.ring import Ring
-from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import Session
+from longshore_wire.room import RoomTable, TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid
-from longshore_wire.source_peers import SourcePeers
 from longshore_wire.source_session import SourceSession
 from longshore_wire.states import SourceSlab, TargetPairState, TargetSlab
-from longshore_wire.target_peers import TargetPeers
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Way
 
@@ -138,7 +135,7 @@ def _never_hang_up(stack: ExitStack) -> None:
             self.peers[peer].outcomes_until_ns = 1 << 62
         real(self, peer, now_ns)
 
-    real = _set(stack, TargetPeers, "_beat", beat)
+    real = _set(stack, TargetSession, "_beat", beat)
 
 
 def _free_in_order(stack: ExitStack) -> None:
@@ -182,7 +179,7 @@ def _share_page_table(stack: ExitStack) -> None:
         room.pages = own
 
     real_claim = _set(stack, TargetSession, "claim", claim)
-    real_send = _set(stack, TargetPeers, "_send_claim", send_claim)
+    real_send = _set(stack, TargetSession, "_send_claim", send_claim)
 
 
 # -- once in this core -------------------------------------------------------------------------------------------------
@@ -198,11 +195,11 @@ def _other_address_is_death(stack: ExitStack) -> None:
             self._writer_dead(known, epoch, now_ns)
         real(self, peer, endpoint, key, now_ns)
 
-    real = _set(stack, TargetPeers, "_dial", dial)
+    real = _set(stack, TargetSession, "_dial", dial)
 
 
 def _reopen_by_late_claim(stack: ExitStack) -> None:
-    _set(stack, SourcePeers, "_used_serials", lambda self, known: UsedSerials(known.epoch))
+    _set(stack, SourceSession, "_used_serials", lambda self, known: UsedSerials(known.epoch))
 
 
 def _newer_elsewhere_is_death(stack: ExitStack) -> None:
@@ -212,7 +209,7 @@ def _newer_elsewhere_is_death(stack: ExitStack) -> None:
             self._writer_dead(known, epoch, now_ns)
         return attached
 
-    real = _set(stack, TargetPeers, "_on_attach", on_attach)
+    real = _set(stack, TargetSession, "_on_attach", on_attach)
 
 
 def _confirm_for_another_life(stack: ExitStack) -> None:
@@ -226,7 +223,7 @@ def _confirm_for_another_life(stack: ExitStack) -> None:
         return sorted(taken(self), key=lambda effect: isinstance(effect, Send))
 
     real = _set(stack, SourceSession, "_on_abort", on_abort)
-    taken = _set(stack, Session, "take_effects", take_effects)
+    taken = _set(stack, Links, "take_effects", take_effects)
 
 
 def _believe_late_attach(stack: ExitStack) -> None:
@@ -239,7 +236,7 @@ def _believe_late_attach(stack: ExitStack) -> None:
             return True
         return bool(real(self, known, attach, now_ns))
 
-    real = _set(stack, TargetPeers, "_on_attach", on_attach)
+    real = _set(stack, TargetSession, "_on_attach", on_attach)
 
 
 def _tell_no_completion(stack: ExitStack) -> None:
@@ -247,7 +244,7 @@ def _tell_no_completion(stack: ExitStack) -> None:
         if ended.reason is not Reason.NONE:
             real(self, known, key, ended, serial)
 
-    real = _set(stack, TargetPeers, "_note_outcome", note)
+    real = _set(stack, TargetSession, "_note_outcome", note)
 
 
 def _tell_no_failure(stack: ExitStack) -> None:
@@ -255,11 +252,15 @@ def _tell_no_failure(stack: ExitStack) -> None:
         if ended.reason is Reason.NONE or key in self.rooms:
             real(self, known, key, ended, serial)
 
-    real = _set(stack, TargetPeers, "_note_outcome", note)
+    real = _set(stack, TargetSession, "_note_outcome", note)
 
 
 def _wait_for_ever(stack: ExitStack) -> None:
-    _set(stack, Session, "_end_idle_rooms", lambda self, now_ns: self._deadlines.rooms.pop(now_ns))
+    def idle(self: Any, now_ns: int) -> Iterator[Any]:
+        self._deadlines.rooms.pop(now_ns)
+        return iter(())
+
+    _set(stack, RoomTable, "_idle", idle)
 
 
 def _obey_late_abort(stack: ExitStack) -> None:
@@ -279,7 +280,7 @@ def _believe_late_pong(stack: ExitStack) -> None:
         else:
             real(self, known, pong, now_ns)
 
-    real = _set(stack, TargetPeers, "_on_pong", on_pong)
+    real = _set(stack, TargetSession, "_on_pong", on_pong)
 
 
 def _count_parts(stack: ExitStack) -> None:
@@ -313,11 +314,11 @@ def _hide_what_is_due(stack: ExitStack) -> None:
         dues = [due for each in shown if (due := each.next_ns()) is not None]
         return min(dues, default=None)
 
-    _set(stack, Session, "next_due_ns", next_due_ns)
+    _set(stack, RoomTable, "next_due_ns", next_due_ns)
 
 
 def _drain_nobody(stack: ExitStack) -> None:
-    _set(stack, TargetPeers, "_drain", lambda self, known, epoch: self._writer_dead(known, epoch, 0))
+    _set(stack, TargetSession, "_drain", lambda self, known, epoch: self._writer_dead(known, epoch, 0))
 
 
 def _repeat_nothing(stack: ExitStack) -> None:
@@ -337,7 +338,7 @@ def _dial_before_the_room_counts(stack: ExitStack) -> None:
         real(self, peer, endpoint, key, now_ns)
         del self._beat
 
-    real = _set(stack, TargetPeers, "_dial", dial)
+    real = _set(stack, TargetSession, "_dial", dial)
 
 
 def _compare_staged_alone(stack: ExitStack) -> None:
@@ -382,7 +383,7 @@ def _restart_both_memories(stack: ExitStack) -> None:
                 self.peer_lost(other, f"{self._name(other)} was restarted", now_ns)
         real(self, peer, attach, now_ns)
 
-    real = _set(stack, SourcePeers, "_on_attach", on_attach)
+    real = _set(stack, SourceSession, "_on_attach", on_attach)
 
 
 # Not planted: a starting worker does not get its siblings' failures. The supervisor decides that, and the simulator has

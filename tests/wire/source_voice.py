@@ -14,14 +14,14 @@ def attach_to(core: TargetSession, peer: PeerId, attach: Attach, now_ns: int) ->
     """Answer an Attach of the core to `peer`, which it sends again if it was answered, from the address at which it dialled."""
     known = core.peers[peer]
     if known.attempt == known.answered:
-        core._send_attach(known)
+        core.links.send_attach(known)
     core.receive(peer, msgspec.structs.replace(attach, address=known.address, attempt=known.attempt), now_ns)
 
 
 def drain_writers(core: TargetSession, now_ns: int) -> list[int]:
     """Answer that all data of ended lives has been read; return their epochs. Other effects stay."""
-    asked = [effect for effect in core._effects if isinstance(effect, DrainWriter)]
-    core._effects = [effect for effect in core._effects if not isinstance(effect, DrainWriter)]
+    asked = [effect for effect in core.links.effects if isinstance(effect, DrainWriter)]
+    core.links.effects = [effect for effect in core.links.effects if not isinstance(effect, DrainWriter)]
     for effect in asked:
         core.writer_drained(effect.peer, effect.epoch, now_ns)
     return [effect.epoch for effect in asked]

@@ -12,6 +12,7 @@ from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfi
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.links import WIRE_WAIT_NS
 from longshore_wire.peer_messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -24,7 +25,6 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.source_session import SourceSession
-from longshore_wire.target_peers import WIRE_WAIT_NS
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import AllowedWires, Way
 

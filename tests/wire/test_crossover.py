@@ -15,9 +15,9 @@ from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, Reason, RingError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.links import WIRE_WAIT_NS
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, RegionInfo, RoomKey, WireFound
 from longshore_wire.plan import plan
-from longshore_wire.target_peers import WIRE_WAIT_NS
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Staging, Way, Why, choose
 

@@ -11,8 +11,8 @@ from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, SessionConfig
 from longshore_wire.errors import Reason, RingError
+from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Abort, Attach, Claim, Demand, EndAck, RegionInfo, RoomKey
-from longshore_wire.peers import PeerState
 from longshore_wire.states import TargetPairState
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Way

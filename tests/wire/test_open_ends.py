@@ -9,11 +9,11 @@ import pytest
 from core_outputs import effects_of, messages_of
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
+from longshore_wire.claims import SERIALS_MAX, UsedSerials
 from longshore_wire.effects import SECOND_NS, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Abort, Claim, Complete, PairKey, PeerMessage, Ping, Pong, SlabAck
-from longshore_wire.peers import SERIALS_MAX, UsedSerials
 from longshore_wire.states import TargetPairState
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Way

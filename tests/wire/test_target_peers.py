@@ -8,8 +8,8 @@ from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, Dial, PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.peers import PeerState
 from longshore_wire.target_session import TargetSession
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
@@ -69,6 +69,6 @@ def test_time_in_which_this_side_did_not_listen_is_nobodys_silence_nor_takes_a_l
     assert target.peers[PREFILL].state is PeerState.DIALING
     assert target.rooms
     # From here on the time counts again.
-    assert target.lease_until_ns == absent_ns + target.config.lease_ns
+    assert target.table.lease_until_ns == absent_ns + target.config.lease_ns
     target.tick(absent_ns + target.config.peer_timeout_ns)
     assert target.peers[PREFILL].state is PeerState.LOST

@@ -21,8 +21,8 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Abort, Attach, EndAck, PairKey, Ping, Pong, Refuse, RegionInfo, RoomKey
-from longshore_wire.peers import PeerState
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 from longshore_wire.ways import Way
@@ -288,7 +288,7 @@ def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode
     stopped_ns = 7 * SECOND_NS
     scene.now_ns += stopped_ns
     target.was_absent(stopped_ns, scene.now_ns)
-    target.receive(two_writers.FIRST, Pong(7, 9, target._asked_count), scene.now_ns)
+    target.receive(two_writers.FIRST, Pong(7, 9, target.links.asked_count), scene.now_ns)
     target.tick(scene.now_ns)
     assert scene.ended(2) is None
 
@@ -369,14 +369,14 @@ def test_an_answer_to_an_earlier_life_of_decode_attaches_nobody_to_the_next_one(
 def test_answers_to_what_was_asked_of_an_earlier_life_end_no_later_one() -> None:
     scene = _held_write()
     target, peer = scene.target, two_writers.FIRST
-    number = target._asked_count
+    number = target.links.asked_count
     scene.restart(peer)
     _pass(scene, 3)
     scene.claim(3)
     scene.settle()
     for late in (
         *(Pong(epoch, 9, asked) for epoch in (0, 7) for asked in range(number + 1)),
-        Pong(0, 5, target._asked_count),
+        Pong(0, 5, target.links.asked_count),
         *(Refuse(Reason.BUSY, "late", 9, asked) for asked in range(number + 1)),
     ):
         target.receive(peer, late, scene.now_ns)

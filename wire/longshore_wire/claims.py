@@ -1,4 +1,4 @@
-"""Interprets claims: rank pairs, slab sizes, reassembly of page lists. Called by both sessions. Pure."""
+"""Interprets claims: rank pairs, slab sizes, reassembly of page lists, late copies. Called by both cores. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from longshore_wire.ways import IN_PLACE, Way, Why, check_place, given_way
 SLABS_MAX = 1 << 18
 # Bytes of all incomplete page lists of all peers: enough for about a hundred of the longest prompts.
 PARTS_BYTES_MAX = 64 << 20
+# Claims that may overtake an older one: more than the open rooms of a worker.
+SERIALS_MAX = 65_536
 # A target does not know the limit of its source's lanes. The source applies it.
 _ANY_LANE = 1 << 62
 
@@ -103,6 +105,33 @@ class PageParts(Generic[K]):
 class _PartialList:
     pages: bytearray
     parts: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class UsedSerials:
+    """The used claims of a target's life. Its source has opened or aborted them, and ignores late copies.
+
+    A target numbers its claims to each source from 1 on, so nearly all used numbers lie below `floor`.
+    """
+
+    epoch: int
+    floor: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, serial: int) -> bool:
+        """Whether a claim was used."""
+        return serial <= self.floor or serial in self.above
+
+    def add(self, serial: int) -> None:
+        """Note that a claim is used."""
+        if serial not in self:
+            self.above.add(serial)
+        if len(self.above) > SERIALS_MAX:
+            # Claims below the lowest known one are too old to be answered.
+            self.floor = min(self.above) - 1
+        while self.floor + 1 in self.above:
+            self.floor += 1
+            self.above.discard(self.floor)
 
 
 @dataclass(frozen=True, slots=True)

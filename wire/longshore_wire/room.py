@@ -1,13 +1,16 @@
-"""The state of one room at either end: its pairs of ranks and their slabs, by the tables of `states`.
+"""The state of rooms at either end: pairs of ranks and slabs, by the tables of `states`, and the table of all rooms.
 
-Used by the sessions only. Makes no decisions on peers, rings or time.
+Used by the cores only. Makes no decisions on peers or rings.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
-from longshore_wire.effects import PairEnd, PeerId, Replica, RoomEnded
+from longshore_wire.effects import SECOND_NS, PairEnd, PeerId, Replica, RoomEnded, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
@@ -36,7 +39,11 @@ from longshore_wire.states import (
     TargetSlab,
     step,
 )
+from longshore_wire.timers import Deadlines
 from longshore_wire.ways import Open, Way, Why
+
+# Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
+BACKOFF_MAX = 16
 
 _UNANSWERED = frozenset({TargetPairState.WAITING, TargetPairState.CLAIMED})
 # In these states the source may write the region.
@@ -101,7 +108,7 @@ class Room:
     text: str = ""
     bytes_moved: int = 0
     opened_ns: int = 0
-    progress_ns: int = -1  # see `Session`
+    progress_ns: int = -1  # when it last had progress, less the time in which this side did not run
 
     @property
     def failed(self) -> bool:
@@ -325,3 +332,131 @@ class TargetRoom(Room):
             pair.draining_count or (pair.state is TargetPairState.ABORTING and pair.way is not Way.STAGED)
             for pair in self.pairs.values()
         )
+
+
+class Life(NamedTuple):
+    """One life of a source worker with which a room was opened."""
+
+    peer: PeerId
+    epoch: int  # 0: none of its lives knows the room
+    engine: int  # the life of its engine; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a room ended. Kept for two leases and some time.
+
+    Attributes:
+        lives: at a target only: the lives of the sources of this room.
+        opened_ns: when it opened here; 0 if it never did.
+    """
+
+    reason: Reason
+    text: str
+    until_ns: int
+    lives: tuple[Life, ...] = ()
+    opened_ns: int = 0
+
+
+R = TypeVar("R", SourceRoom, TargetRoom)
+
+
+class RoomTable(Generic[R]):
+    """The open and the ended rooms of one core, with the times at which they end or are forgotten.
+
+    Attributes:
+        lease_until_ns: when the rooms fail, unless their engine renews its lease.
+    """
+
+    def __init__(self, config: SessionConfig, half: Half, deadlines: Deadlines, now_ns: int) -> None:
+        self.config = config
+        self.open: dict[RoomKey, R] = {}
+        self.ended: OrderedDict[RoomKey, Ended] = OrderedDict()
+        self.lease_until_ns = now_ns + config.lease_ns
+        self._half = half
+        self._deadlines = deadlines
+
+    def renew(self, now_ns: int) -> None:
+        """Renew the leases of all rooms: the engine lives."""
+        self.lease_until_ns = now_ns + self.config.lease_ns
+
+    def was_absent(self, late_ns: int, now_ns: int) -> None:
+        """Do not count `late_ns`, in which this side did not run, for the engine's lease and the rooms' timeouts."""
+        self._deadlines.absent_ns += late_ns
+        self.lease_until_ns = min(now_ns + self.config.lease_ns, self.lease_until_ns + late_ns)
+
+    def progress(self, room: R, now_ns: int) -> None:
+        """Restart a room's timeout after progress."""
+        if room.progress_ns < 0:
+            self._deadlines.rooms.set(room.key, now_ns + self.config.room_timeout_ns)
+        # Time in which this side did not run does not count.
+        room.progress_ns = now_ns - self._deadlines.absent_ns
+
+    def moved(self, room: R, payload_bytes: int, now_ns: int) -> None:
+        """Count a finished slab for its room."""
+        room.bytes_moved += payload_bytes
+        self.progress(room, now_ns)
+
+    def repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
+        """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
+        self._deadlines.repeats.set(
+            (room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX)
+        )
+
+    def remember(
+        self, key: RoomKey, reason: Reason, text: str, now_ns: int, lives: tuple[Life, ...] = (), longer_ns: int = 0
+    ) -> None:
+        """Record how a room ended, `longer_ns` longer than others, and forget the oldest ones above the limit."""
+        room, until_ns = self.open.get(key), self.remembered_until_ns(now_ns) + longer_ns
+        self.ended[key] = Ended(reason, text, until_ns, lives, 0 if room is None else room.opened_ns)
+        self.ended.move_to_end(key)
+        while len(self.ended) > self.config.ended_rooms_max:
+            self.ended.popitem(last=False)
+
+    def remembered_until_ns(self, now_ns: int) -> int:
+        """Return until when the outcome of a room that ends now is kept."""
+        return now_ns + 2 * self.config.lease_ns
+
+    def drop(self, room: R) -> None:
+        """Remove an open room."""
+        del self.open[room.key]
+        self._deadlines.rooms.clear(room.key)
+
+    def expired(self, now_ns: int) -> Iterator[tuple[RoomKey, Reason, str]]:
+        """Yield the rooms to fail: those without progress for the room timeout; all, if the lease has ended."""
+        yield from self._idle(now_ns)
+        if not self.open or now_ns < self.lease_until_ns:
+            return
+        self.lease_until_ns = now_ns + self.config.lease_ns
+        side = "prefill" if self._half is Half.SOURCE else "decode"
+        text = f"the {side} engine did not renew its lease for {self.config.lease_ns / 1e9:.0f} s"
+        for key in list(self.open):
+            yield key, Reason.LEASE_EXPIRED, text
+
+    def _idle(self, now_ns: int) -> Iterator[tuple[RoomKey, Reason, str]]:
+        for key in self._deadlines.rooms.pop(now_ns):
+            room = self.open.get(key)
+            if room is None or room.failed:
+                continue
+            due_ns = room.progress_ns + self._deadlines.absent_ns + self.config.room_timeout_ns
+            if due_ns > now_ns:
+                self._deadlines.rooms.set(key, due_ns)
+                continue
+            text = f"nothing has happened in it for {self.config.room_timeout_ns / 1e9:g} s: {room.missing}"
+            yield key, Reason.TIMED_OUT, text
+
+    def forget(self, now_ns: int) -> None:
+        """Forget the outcomes whose time is over."""
+        while self.ended and next(iter(self.ended.values())).until_ns <= now_ns:
+            self.ended.popitem(last=False)
+
+    def next_due_ns(self) -> int | None:
+        """Return the next time of the core's deadlines, of the lease, and of an outcome to forget; None: nothing is due."""
+        due_ns = self._deadlines.next_ns()
+        dues = [] if due_ns is None else [due_ns]
+        if self.ended:
+            # Rounded up, so that many ended rooms are dropped together.
+            dues.append(-(-next(iter(self.ended.values())).until_ns // SECOND_NS) * SECOND_NS)
+        if self.open:
+            dues.append(self.lease_until_ns)
+        return min(dues, default=None)

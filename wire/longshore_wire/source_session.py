@@ -1,15 +1,19 @@
 """The prefill half of a worker's protocol core: offers of its engine, claims of decode ranks, writes in between.
 
 The worker calls it with engine requests (`offer`, `cancel`, `renew`), messages (`receive`), results of lanes
-(`write_done`, `write_failed`) and time (`tick`). Answers by `take_effects`. See `session`.
+(`write_done`, `write_failed`) and time (`tick`). It answers by `take_effects`. See `session`.
 """
 
 from __future__ import annotations
 
-from longshore_wire.claims import grid, route
+from collections import OrderedDict
+from typing import NamedTuple
+
+from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
 from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
+from longshore_wire.links import Links, Peer, PeerState
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
@@ -21,14 +25,15 @@ from longshore_wire.peer_messages import (
     PairKey,
     PeerMessage,
     Ping,
+    Refuse,
     RoomKey,
     SlabAck,
     SlabReady,
+    WireFound,
 )
-from longshore_wire.peers import Peer
-from longshore_wire.room import SourcePair, SourceRoom
-from longshore_wire.slabs import slab_bytes
-from longshore_wire.source_peers import SourcePeers
+from longshore_wire.plan import plan
+from longshore_wire.room import RoomTable, SourcePair, SourceRoom
+from longshore_wire.slabs import SlabGrid, slab_bytes
 from longshore_wire.states import (
     SourceEvent,
     SourcePairEvent,
@@ -37,18 +42,49 @@ from longshore_wire.states import (
     SourceRoomState,
     SourceSlab,
 )
-from longshore_wire.ways import IN_PLACE, Way
+from longshore_wire.timers import Deadlines
+from longshore_wire.ways import IN_PLACE, Way, staging_between
 
 # What targets send about a pair.
 _OF_PAIRS = (Claim, Grant, SlabAck, Abort, EndAck, Complete)
+# Targets whose used claims are kept: more than the decode ranks of any prefill rank.
+TARGETS_MAX = 4096
 
 
-class SourceSession(SourcePeers):
+class Completed(NamedTuple):
+    """A target's Complete: it has all of a pair that it had claimed from an earlier life of this worker."""
+
+    pair: PairKey
+    expected: frozenset[int]  # target ranks that must claim from this source
+    until_ns: int
+
+
+class SourceSession:
     """The prefill half of the core, one for each engine registration that prefills."""
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
-        super().__init__(config, now_ns=now_ns)
-        self.rooms: dict[RoomKey, SourceRoom] = {}
+        self.config = config
+        self._deadlines = Deadlines()
+        self.links = links = Links(config, Half.SOURCE, self._deadlines)
+        self.table: RoomTable[SourceRoom] = RoomTable(config, Half.SOURCE, self._deadlines, now_ns)
+        self.identity, self.peers, self.counters = links.identity, links.peers, links.counters
+        self.rooms, self.ended = self.table.open, self.table.ended
+        # Verbs that concern peers alone, or the table of rooms alone.
+        self.take_effects, self.describe, self.wire_fault = links.take_effects, links.describe, links.wire_fault
+        self.peer_listens, self.renew = links.peer_listens, self.table.renew
+        self._send, self._effect, self._stale, self._name = links.send, links.emit, links.stale, links.name
+        self._progress, self._remember = self.table.progress, self.table.remember
+        self._repeat_later = self.table.repeat_later
+        # Pairs that are complete at their targets, in rooms that our engine has not yet offered to this life.
+        self._completed: OrderedDict[RoomKey, dict[PeerId, Completed]] = OrderedDict()
+        self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
+        # By target. Kept while a target is lost, since it may attach again in the same life.
+        self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine waits for the end of a room."""
+        return any(room.unfinished for room in self.rooms.values())
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -93,13 +129,56 @@ class SourceSession(SourcePeers):
             self._fail(room, reason, text, now_ns)
         elif key not in self.ended and key.instance == self.config.instance:
             self._completed.pop(key, None)
-            self._remember(key, reason, text, self._remembered_until_ns(now_ns))
+            self._remember(key, reason, text, now_ns)
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
         """Fail every room that a target has claimed, since sibling ranks share it."""
         for room in list(self.rooms.values()):
             if room.pairs:
                 self._fail(room, reason, text, now_ns)
+
+    def fail_all(self, reason: Reason, text: str, now_ns: int, *, pool: int | None = None) -> None:
+        """Fail every room, or every room of a pool."""
+        for key in [key for key in self.rooms if pool in (None, key.pool)]:
+            self.cancel(key, reason, text, now_ns)
+
+    def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
+        if key in self.rooms:
+            self.cancel(key, reason, text, now_ns)
+        elif key not in self.ended:
+            self._remember(key, reason, text, now_ns)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def next_due_ns(self) -> int | None:
+        """Return when `tick` must be called at the latest, or None."""
+        due_ns = self.table.next_due_ns()
+        if not self._completed:
+            return due_ns
+        completed_ns = self._completed_until_ns()
+        return completed_ns if due_ns is None else min(due_ns, completed_ns)
+
+    def tick(self, now_ns: int) -> None:
+        """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
+        for key, peer in self._deadlines.repeats.pop(now_ns):
+            self._repeat(key, peer, now_ns)
+        for peer in self._deadlines.peers.pop(now_ns):
+            self._beat(peer, now_ns)
+        for key, reason, text in self.table.expired(now_ns):
+            self.cancel(key, reason, text, now_ns)
+        self.table.forget(now_ns)
+        while self._completed and self._completed_until_ns() <= now_ns:
+            self._completed.popitem(last=False)
+
+    def was_absent(self, late_ns: int, now_ns: int) -> None:
+        """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
+        self.links.was_absent(late_ns, now_ns)
+        self.table.was_absent(late_ns, now_ns)
+
+    def _completed_until_ns(self) -> int:
+        """Return until when the oldest completed pairs are kept."""
+        return max(completed.until_ns for completed in next(iter(self._completed.values())).values())
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +204,8 @@ class SourceSession(SourcePeers):
             return
         state = pair.step_slab(slab, SourceEvent.WROTE)
         if state is not SourceSlab.DROPPED:
-            self._moved(room, peer, payload_bytes, now_ns)
+            self.links.moved(peer, payload_bytes)
+            self.table.moved(room, payload_bytes, now_ns)
         if state is SourceSlab.WRITTEN:
             if digests:
                 pair.digests[slab] = digests
@@ -168,7 +248,7 @@ class SourceSession(SourcePeers):
             self._on_attach(peer, message, now_ns)
             return
         if isinstance(message, Ping):
-            self._on_ping(peer, message, now_ns)
+            self.links.answer_ping(peer, message, now_ns)
             return
         known = self.peers.get(peer)
         if known is None or not isinstance(message, _OF_PAIRS):
@@ -192,6 +272,89 @@ class SourceSession(SourcePeers):
             self._on_complete(known, message, now_ns)
         else:
             self._on_end_ack(peer, message)
+
+    def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail the rooms of a target that this side must not write to."""
+        known = self.peers.get(peer)
+        for key in list(known.rooms) if known is not None else []:
+            self.cancel(key, reason, text, now_ns)
+
+    def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
+        """Fail every room that the lost target has claimed."""
+        known = self.peers.get(peer)
+        if known is None:
+            return
+        self._parts.forget(lambda name: name[1] == peer)
+        for key in list(known.rooms):
+            room = self.rooms.get(key)
+            if room is None:
+                continue
+            self._fail(room, Reason.PEER_LOST, text, now_ns)
+            pair = room.pairs.get(peer)
+            if pair is not None:
+                pair.step(SourcePairEvent.LOSE)
+            self._settle(room)
+        self.links.detach(known, PeerState.LOST, text)
+
+    def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to ProbeLiveness: that life's address refuses connections, so its process has ended."""
+        known = self.peers.get(peer)
+        if known is not None and known.epoch == epoch:
+            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
+
+    def wire_found(self, peer: PeerId, epoch: int, wire: str, failure: str, now_ns: int) -> None:
+        """Take the result of a probe of a peer's life: report the wire to the peer, and continue its slabs.
+
+        Args:
+            failure: why the probe could not; empty: it could.
+        """
+        known = self.peers.get(peer)
+        if known is None or known.epoch != epoch:
+            return
+        known.wire, known.wire_epoch, known.wire_failure = wire, epoch, failure
+        self._send(peer, WireFound(self.config.epoch, epoch, wire))
+        for key in list(known.rooms):
+            room = self.rooms[key]
+            self._advance(room, room.pairs[peer], now_ns)
+
+    def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
+        known = self.peers.get(peer)
+        refusal = self.links.fault_of(attach)
+        if refusal is None and known is not None and attach.epoch < known.epoch:
+            # Clocks of two nodes may differ, so a probe asks whether the attached one lives.
+            self.links.probe(known)
+            refusal = (
+                Reason.STALE_EPOCH,
+                (
+                    f"a newer worker is attached as {self._name(peer)} (DP rank {peer.dp_rank}): two engines "
+                    "have one instance name; give each its own"
+                ),
+            )
+        if refusal is not None:
+            self._send(peer, Refuse(*refusal, attach.epoch, attach.attempt))
+            return
+        if known is not None and known.epoch != attach.epoch:
+            self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
+            known = None
+        if known is None:
+            known = self.peers[peer] = Peer(peer)
+        self.links.attach(known, attach, now_ns)
+
+    def _beat(self, peer: PeerId, now_ns: int) -> None:
+        """Check a target for silence, since it sends the heartbeats."""
+        known = self.peers.get(peer)
+        if known is None:
+            return
+        if text := self.links.silence(known, now_ns):
+            self.peer_lost(peer, text, now_ns)
+        else:
+            self.links.beat(known, now_ns)
+
+    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+        """Whether a pair belongs to this rank and to the current life of that target."""
+        peer = known.peer
+        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.memory, pair.target_epoch)
+        return theirs == (*peer, known.epoch) and pair.source_rank == self.identity.rank
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -243,9 +406,7 @@ class SourceSession(SourcePeers):
                     f"room {room.key.room} was claimed by {room.claimer} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
-            direct = claim.way is Way.DIRECT
-            planned = self._plan(self.config.layout, known.attach.layout, room.key.room, direct=direct)
-            found = route(planned, self.rank, known.peer.rank)
+            found = self._route(known, room.key, direct=claim.way is Way.DIRECT)
             pages = self._claimed_pages(claim, known.peer)
             if pages is None:
                 return None
@@ -331,6 +492,82 @@ class SourceSession(SourcePeers):
             pair.step(SourcePairEvent.ANSWER)
             self._settle(room)
 
+    def _route(self, known: Peer, key: RoomKey, *, direct: bool = False) -> Route:
+        """Return the meaning of a target's claim on a room. Raises LayoutError."""
+        assert known.attach is not None
+        config = self.config
+        staging = staging_between(config.staging, config.neighbour_staging, near=direct)
+        planned = plan(config.layout, known.attach.layout, staging=staging, direct=direct, room=key.room)
+        return route(planned, self.identity.rank, known.peer.rank)
+
+    def _used_serials(self, known: Peer) -> UsedSerials:
+        """Return the used claims of a target's current life."""
+        used = self._serials.get(known.peer)
+        if used is None or used.epoch != known.epoch:
+            used = self._serials[known.peer] = UsedSerials(known.epoch)
+        self._serials.move_to_end(known.peer)
+        while len(self._serials) > TARGETS_MAX:
+            self._serials.popitem(last=False)
+        return used
+
+    # -- rooms of an earlier life --------------------------------------------------------------------------------------
+
+    def _on_complete(self, known: Peer, message: Complete, now_ns: int) -> None:
+        """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
+        key, peer = message.pair.key, known.peer
+        self._send(peer, EndAck(message.pair))
+        if key in self.ended or key.instance != self.config.instance:
+            return
+        try:
+            expected = self._route(known, key).expected
+        except LongshoreError:
+            self._stale(message)
+            return
+        completed = Completed(message.pair, expected, self.table.remembered_until_ns(now_ns))
+        room = self.rooms.get(key)
+        if room is None:
+            # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
+            self._completed.setdefault(key, {})[peer] = completed
+            self._completed.move_to_end(key)
+            while len(self._completed) > self.config.ended_rooms_max:
+                self._completed.popitem(last=False)
+        elif not room.failed:
+            self._open_complete(room, peer, completed)
+            self._progress(room, now_ns)
+            self._finish(room, now_ns)
+
+    def _open_complete(self, room: SourceRoom, peer: PeerId, completed: Completed) -> None:
+        """Add a pair with nothing left to send to the room."""
+        known = self.peers.get(peer)
+        if peer in room.pairs or room.claimer not in (None, peer.replica):
+            return
+        pair = room.pairs[peer] = SourcePair(completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [])
+        room.expected, room.claimer = completed.expected, peer.replica
+        if known is not None and known.epoch == completed.pair.target_epoch:
+            known.claimed(room.key, None)
+        else:
+            pair.step(SourcePairEvent.LOSE)
+
+    def _add_completed(self, room: SourceRoom) -> None:
+        """Add to an offered room the pairs that targets have already completed."""
+        for peer, completed in self._completed.pop(room.key, {}).items():
+            self._open_complete(room, peer, completed)
+
+    def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
+        """Fail a room that failed at its target before its claim arrived here, or after a claim to our last life.
+
+        Our engine may offer the room later or has offered it, but no target will claim it.
+        """
+        key = abort.pair.key
+        # BUSY would make the engine retry, which is useless for an ended room.
+        reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason or Reason.MALFORMED_MESSAGE
+        room = self.rooms.get(key)
+        if room is not None and room.claimer in (None, peer.replica):
+            self._fail(room, reason, abort.text, now_ns)
+        elif room is None and key not in self.ended and key.instance == self.config.instance:
+            self._completed.pop(key, None)
+            self._remember(key, reason, abort.text, now_ns)
+
     # -- rooms -----------------------------------------------------------------------------------------------------
 
     def _find(self, peer: PeerId, pair_key: PairKey) -> tuple[SourceRoom | None, SourcePair | None]:
@@ -363,7 +600,11 @@ class SourceSession(SourcePeers):
             pair.ready_count = ready
             # First, and also without need of a grant: it wakes the target, which then polls for bytes without pause.
             self._send_demand(room, pair)
-        if not self._wire_allows(room, pair, now_ns):
+        fault = self.links.wire_fault_of(pair, now_ns)
+        if fault:
+            self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
+        elif fault is None:
+            # `wire_found` continues.
             pass
         elif pair.way in IN_PLACE:
             while pair.next_slab < ready and pair.busy_count < self.config.grant_window:
@@ -442,7 +683,7 @@ class SourceSession(SourcePeers):
             return
         self._effect(room.ended())
         self._effect(RoomReleased(Half.SOURCE, room.key))
-        self._remember(room.key, Reason.NONE, "", self._remembered_until_ns(now_ns))
+        self._remember(room.key, Reason.NONE, "", now_ns)
         self._drop(room)
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int) -> None:
@@ -453,7 +694,7 @@ class SourceSession(SourcePeers):
         room.step(SourceRoomEvent.FAIL)
         room.reason, room.text = reason, text
         self._effect(room.ended())
-        self._remember(room.key, reason, text, self._remembered_until_ns(now_ns))
+        self._remember(room.key, reason, text, now_ns)
         for peer, pair in room.pairs.items():
             pair.abort()
             if pair.state is SourcePairState.OPEN:
@@ -481,8 +722,7 @@ class SourceSession(SourcePeers):
 
     def _drop(self, room: SourceRoom) -> None:
         room.step(SourceRoomEvent.END)
-        del self.rooms[room.key]
-        self._deadlines.rooms.clear(room.key)
+        self.table.drop(room)
         for peer in room.pairs:
             self._deadlines.repeats.clear((room.key, peer))
             known = self.peers.get(peer)

@@ -1,24 +1,31 @@
 """The decode half of a worker's protocol core: claims of its engine, grants of ring memory, scatters, done or failed.
 
 The worker calls it with engine requests (`claim`, `cancel`, `renew`), messages and notices (`receive`), results of
-scatters (`scatter_done`, `scatter_failed`) and time (`tick`). `granting` decides on grants.
+scatters (`scatter_done`, `scatter_failed`) and time (`tick`). `granting` decides on grants. It answers by `take_effects`.
+See `session`.
+
+Quarantined memory is freed only when its source confirms, or when `_writer_dead` has proof that the life of the source that
+may write it has ended.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+import msgspec
+
+from longshore_wire.addresses import main_address
 from longshore_wire.claims import Wanted, demanded_grid, target_pairs
-from longshore_wire.effects import (
-    PeerId,
-    RoomReleased,
-    SessionConfig,
-    StartScatter,
-)
-from longshore_wire.engine_messages import Half
+from longshore_wire.effects import DrainWriter, HangUp, PeerId, RoomReleased, SessionConfig, StartScatter
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
+from longshore_wire.links import Links, Outcome, Peer, PeerState, Writer
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
+    Claim,
+    Complete,
     Demand,
     EndAck,
     PairKey,
@@ -30,9 +37,8 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
-from longshore_wire.peers import Peer, PeerState
-from longshore_wire.plan import digests_bytes
-from longshore_wire.room import TargetPair, TargetRoom
+from longshore_wire.plan import digests_bytes, plan
+from longshore_wire.room import Ended, Life, RoomTable, TargetPair, TargetRoom
 from longshore_wire.states import (
     TargetEvent,
     TargetPairEvent,
@@ -41,24 +47,50 @@ from longshore_wire.states import (
     TargetRoomState,
     TargetSlab,
 )
-from longshore_wire.target_peers import TargetPeers
-from longshore_wire.ways import Way, is_near
+from longshore_wire.timers import Deadlines
+from longshore_wire.ways import Way, chosen_way, is_near, staging_between
 
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
 # What sources send about a pair.
 _OF_PAIRS = (Demand, SlabReady, Abort, EndAck)
+# Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
+_RESTART_NS = 60_000_000_000
+
+_LIVES_KEPT_MAX = 1024
 
 
-class TargetSession(TargetPeers):
+class TargetSession:
     """The decode half of the core, one for each engine registration that decodes."""
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
-        super().__init__(config, now_ns=now_ns)
-        self.rooms: dict[RoomKey, TargetRoom] = {}
+        self.config = config
+        self._deadlines = Deadlines()
+        self.links = links = Links(config, Half.TARGET, self._deadlines)
+        self.table: RoomTable[TargetRoom] = RoomTable(config, Half.TARGET, self._deadlines, now_ns)
         self.granter = Granter(config)
+        self.identity, self.peers, self.counters = links.identity, links.peers, links.counters
+        self.rooms, self.ended = self.table.open, self.table.ended
+        # Verbs that concern peers alone, or the table of rooms alone.
+        self.take_effects, self.describe, self.wire_fault = links.take_effects, links.describe, links.wire_fault
+        self.peer_listens, self.renew, self.next_due_ns = links.peer_listens, self.table.renew, self.table.next_due_ns
+        self._send, self._effect, self._stale, self._name = links.send, links.emit, links.stale, links.name
+        self._progress, self._repeat_later = self.table.progress, self.table.repeat_later
         # Failed rooms whose pages a writer may still write, and since when; oldest first.
         self.exposed_since_ns: dict[RoomKey, int] = {}
+        self.in_place_count = 0  # pairs whose bytes may land outside the ring
+        self._claim_counts: Counter[PeerId] = Counter()
+        self._lives: dict[tuple[Life, ...], tuple[Life, ...]] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine waits for the end of a room."""
+        return any(room.unfinished for room in self.rooms.values())
+
+    @property
+    def expects_bytes(self) -> bool:
+        """Whether a peer may be writing to this worker now, so that the worker must poll for notices."""
+        return bool(self.granter.ring.region_count) or self.in_place_count > 0
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -83,16 +115,18 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        direct = is_near(wanted.endpoint.agent, self.config.agent, mappable=wanted.mappable, adjacent=wanted.adjacent)
-        planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=direct)
-        pairs = target_pairs(self.config, wanted, planned)
+        config, endpoint = self.config, wanted.endpoint
+        near = is_near(endpoint.agent, config.agent, mappable=wanted.mappable, adjacent=wanted.adjacent)
+        staging = staging_between(config.staging, config.neighbour_staging, near=near)
+        planned = plan(endpoint.layout, config.layout, staging=staging, direct=near, room=key.room)
+        pairs = target_pairs(config, wanted, planned)
         room = TargetRoom(
             key,
             wanted.first_token,
             wanted.end_token,
             wanted.page_count,
             wanted.pages,
-            wanted.digest or self.config.digest,
+            wanted.digest or config.digest,
             opened_ns=now_ns,
         )
         self.rooms[key] = room
@@ -100,7 +134,7 @@ class TargetSession(TargetPeers):
         for pair in pairs:
             room.pairs[pair.peer] = pair
             self.in_place_count += pair.expects_bytes
-            self._dial(pair.peer, wanted.endpoint, key, now_ns)
+            self._dial(pair.peer, endpoint, key, now_ns)
         for pair in pairs:
             if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
                 self._send_claim(room, pair, now_ns)
@@ -112,9 +146,42 @@ class TargetSession(TargetPeers):
         if room is not None:
             self._fail(room, reason, text, now_ns)
 
+    def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail every room that sibling ranks share: all of them."""
+        self.fail_all(reason, text, now_ns)
+
+    def fail_all(self, reason: Reason, text: str, now_ns: int, *, pool: int | None = None) -> None:
+        """Fail every room, or every room of a pool."""
+        for key in [key for key in self.rooms if pool in (None, key.pool)]:
+            self.cancel(key, reason, text, now_ns)
+
+    def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
+        if key in self.rooms:
+            self.cancel(key, reason, text, now_ns)
+        elif key not in self.ended:
+            self.table.remember(key, reason, text, now_ns)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> None:
+        """Repeat unanswered messages, send heartbeats, end idle rooms and leases, and send the grants that became possible.
+
+        Call it at `next_due_ns` at the latest.
+        """
+        for key, peer in self._deadlines.repeats.pop(now_ns):
+            self._repeat(key, peer, now_ns)
+        for peer in self._deadlines.peers.pop(now_ns):
+            self._beat(peer, now_ns)
+        for key, reason, text in self.table.expired(now_ns):
+            self.cancel(key, reason, text, now_ns)
+        self.table.forget(now_ns)
+        self._pump(now_ns)
+
     def was_absent(self, late_ns: int, now_ns: int) -> None:
-        """Do not count `late_ns` as silence or slowness of peers, or for the engine's lease."""
-        super().was_absent(late_ns, now_ns)
+        """Do not count `late_ns`, in which this side did not run, as silence or slowness of peers, or for the engine's lease."""
+        self.links.was_absent(late_ns, now_ns)
+        self.table.was_absent(late_ns, now_ns)
         self.granter.was_absent(late_ns)
 
     # -- scatters --------------------------------------------------------------------------------------------------
@@ -126,7 +193,8 @@ class TargetSession(TargetPeers):
             return
         region = pair.regions.get(slab)
         if self._scattered(room, pair, slab) is TargetSlab.DONE:
-            self._moved(room, peer, payload_bytes, now_ns)
+            self.links.moved(peer, payload_bytes)
+            self.table.moved(room, payload_bytes, now_ns)
             # The engine hears of its room before the source does of its slab: a message to a peer takes longer to send.
             self._finish(room, now_ns)
             self._ack(pair, slab, 0 if region is None else region.generation)
@@ -153,7 +221,7 @@ class TargetSession(TargetPeers):
             self.granter.free(room, pair, slab)
         return state
 
-    # -- peers -----------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
         """Handle one message or notice of a peer; count and ignore stale ones."""
@@ -169,7 +237,7 @@ class TargetSession(TargetPeers):
         elif isinstance(message, Pong):
             self._on_pong(known, message, now_ns)
         elif known.state is not PeerState.ATTACHED:
-            self._hear_parting(known, message, now_ns)
+            self._receive_detached(known, message, now_ns)
         elif isinstance(message, WireFound):
             self._on_wire_found(known, message, now_ns)
         elif not isinstance(message, _OF_PAIRS) or not self._speaks_for(known, message.pair):
@@ -184,14 +252,14 @@ class TargetSession(TargetPeers):
                 self._on_abort(peer, message, now_ns)
             else:
                 known.outcomes.pop(message.pair.key, None)
-                self._heed_end_ack(known, message, now_ns)
+                self._on_end_ack(known, message, now_ns)
 
-    def _hear_parting(self, known: Peer, message: PeerMessage, now_ns: int) -> None:
+    def _receive_detached(self, known: Peer, message: PeerMessage, now_ns: int) -> None:
         """Handle a message of a source that is not attached: it may confirm the end of its writes, or abort a room."""
         if not isinstance(message, Abort | EndAck) or not self._is_between(known, message.pair):
             self._stale(message)
         elif isinstance(message, EndAck):
-            self._heed_end_ack(known, message, now_ns)
+            self._on_end_ack(known, message, now_ns)
         elif known.state is PeerState.REFUSED:
             # Its rooms have already failed here.
             self._send(known.peer, EndAck(message.pair))
@@ -206,18 +274,6 @@ class TargetSession(TargetPeers):
     def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to the current life of that source."""
         return pair.source_epoch == known.epoch and self._is_between(known, pair)
-
-    def tick(self, now_ns: int) -> None:
-        """As `Session.tick`; send the grants that became possible, too."""
-        super().tick(now_ns)
-        self._pump(now_ns)
-
-    @property
-    def expects_bytes(self) -> bool:
-        """Whether a peer may be writing to this worker now, so that the worker must poll for notices."""
-        return bool(self.granter.ring.region_count) or self.in_place_count > 0
-
-    # -- messages --------------------------------------------------------------------------------------------------
 
     def _on_demand(self, peer: PeerId, demand: Demand, now_ns: int) -> None:
         room, pair = self._find(peer, demand.pair)
@@ -294,7 +350,8 @@ class TargetSession(TargetPeers):
             self._watch(room, pair, now_ns)
         else:
             pair.step_slab(ready.slab, TargetEvent.PLACE)
-            self._moved(room, peer, ready.payload_bytes, now_ns)
+            self.links.moved(peer, ready.payload_bytes)
+            self.table.moved(room, ready.payload_bytes, now_ns)
             self.granter.note_due(pair, now_ns, landed=True)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)
@@ -340,7 +397,7 @@ class TargetSession(TargetPeers):
         if room is not None and pair is not None:
             self._give_up(room, pair, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
 
-    def _heed_end_ack(self, known: Peer, ack: EndAck, now_ns: int) -> None:
+    def _on_end_ack(self, known: Peer, ack: EndAck, now_ns: int) -> None:
         """Handle a source's confirmation that it writes no more for a pair."""
         room, pair = self._find(known.peer, ack.pair)
         if room is None or pair is None or pair.state is not TargetPairState.ABORTING:
@@ -349,7 +406,352 @@ class TargetSession(TargetPeers):
             self._confirm(room, pair)
             self._pump(now_ns)
 
-    # -- rooms -----------------------------------------------------------------------------------------------------
+    # -- losing a peer -----------------------------------------------------------------------------------------------
+
+    def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail the rooms of a source that must not write here."""
+        known = self.peers.get(peer)
+        if known is not None:
+            self._lose(known, PeerState.REFUSED, reason, text, now_ns)
+
+    def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
+        """Fail the rooms of a silent or lost source; memory that it may still write stays quarantined."""
+        known = self.peers.get(peer)
+        if known is not None and known.state is not PeerState.LOST:
+            self._lose(known, PeerState.LOST, Reason.PEER_LOST, text, now_ns)
+
+    def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to ProbeLiveness: that life's address refuses connections, so its process and its writes have ended."""
+        known = self.peers.get(peer)
+        if known is None:
+            return
+        is_current = known.epoch == epoch and known.state in (PeerState.ATTACHED, PeerState.DIALING)
+        # A life that never attached has epoch 0. It may be starting, unless a room names another address.
+        if is_current and (epoch or known.rival_since_ns is not None):
+            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
+        self._drain(known, epoch)
+
+    def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to DrainWriter: no byte of that life will land any more."""
+        if (known := self.peers.get(peer)) is not None:
+            self._writer_dead(known, epoch, now_ns)
+
+    def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
+        """The transport has revoked a lost source's access to our memory, whether or not the source lives."""
+        known = self.peers.get(peer)
+        if known is not None and known.state is PeerState.LOST:
+            for epoch in list(known.writers):
+                self._writer_dead(known, epoch, now_ns, revoked=True)
+
+    def _drain(self, known: Peer, epoch: int) -> None:
+        """Request a drain of an ended life's bytes, if it may have written our memory."""
+        if epoch in known.writers:
+            self._effect(DrainWriter(known.peer, epoch, known.writers[epoch].address))
+
+    def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
+        """Free the memory that one life of a source may have written. The only place that treats a writer as dead.
+
+        The caller has one of three proofs. The life's address refuses connections (`peer_dead`). Or another life or worker is
+        attached there, since only one process can own an address (`_on_attach`). Both count once all data of the life has been
+        read. Or the transport has revoked its access (`revoked`), which does not cover pages that a worker of this node has
+        mapped. A newer epoch at another address is no proof, since two engines may have the same name.
+        """
+        for room, pair in self._rooms_of(known):
+            is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
+            if is_writer and not (revoked and pair.way is Way.DIRECT):
+                self._confirm(room, pair)
+        self._pump(now_ns)
+
+    def _lose(self, known: Peer, state: PeerState, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail the rooms of a source that is LOST or REFUSED now, then dial another address that waiting rooms name.
+
+        The source may still complete open writes, so their memory is not freed here.
+        """
+        self.links.detach(known, state, text)
+        for room, pair in self._rooms_of(known):
+            if not self._is_elsewhere(known, pair):
+                self._give_up(room, pair, reason, text, now_ns)
+        known.rival_since_ns = None
+        if rivals := self._rivals_of(known):
+            self._dial_at(known, rivals[0][1].address, now_ns)
+        self._pump(now_ns)
+
+    # -- attaching -----------------------------------------------------------------------------------------------------
+
+    def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> bool:
+        """Handle a source's Attach; return whether it is attached now."""
+        if not self.links.is_answer(known, attach):
+            self._stale(attach)
+            return False
+        known.answered = attach.attempt
+        for epoch, writer in list(known.writers.items()):
+            if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
+                self._drain(known, epoch)
+        wrong = self.links.fault_of(attach) or self.links.fault_of_name(known.peer, attach)
+        if wrong is not None:
+            self._lose(known, PeerState.REFUSED, *wrong, now_ns)
+            return False
+        if known.attach is not None and known.epoch != attach.epoch:
+            last_epoch = known.epoch
+            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
+            self._drain(known, last_epoch)
+        self.links.attach(known, attach, now_ns)
+        self._queue_outcomes(known, now_ns)
+        for room, pair in self._rooms_of(known):
+            if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
+                self._send_claim(room, pair, now_ns)
+        for key in list(known.outcomes):
+            self._send_outcome(known, key, now_ns)
+        return True
+
+    def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
+        if refuse.epoch != self.config.epoch or not known.answered < refuse.attempt <= known.attempt:
+            self._stale(refuse)
+            return
+        known.answered = refuse.attempt
+        waits = known.state is PeerState.DIALING and now_ns - known.dialled_ns < self.config.peer_timeout_ns
+        if refuse.reason is Reason.STALE_EPOCH and (waits or known.state is PeerState.LOST):
+            # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
+            known.heard_ns = now_ns
+            return
+        self._lose(known, PeerState.REFUSED, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
+
+    def _on_pong(self, known: Peer, pong: Pong, now_ns: int) -> None:
+        if not self.links.take_pong(known, pong, now_ns):
+            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
+
+    def _dial(self, peer: PeerId, endpoint: Endpoint, key: RoomKey, now_ns: int) -> None:
+        """Add a room to its source's, and dial that at the address that the engine gave, unless that is done."""
+        named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
+        known = self.peers.get(peer)
+        if known is None:
+            known = self.peers[peer] = Peer(peer, answered=self.links.asked_count)
+        is_here = main_address(known.address) == main_address(named.address)
+        if known.attach is not None and is_here and known.epoch < named.epoch:
+            # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
+            self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
+        # If the source is lost from here on, the room's address is dialled.
+        known.rooms[key] = None
+        if known.is_lost or not known.address:
+            self._dial_at(known, named.address, now_ns)
+        elif not is_here and known.rival_since_ns is None:
+            # Two addresses for one name: probe the dialled one before the other is dialled.
+            known.rival_since_ns = now_ns
+            self._beat(peer, now_ns)
+
+    def _dial_at(self, known: Peer, address: str, now_ns: int) -> None:
+        self.links.dial(known, address, now_ns)
+        known.rival_since_ns = now_ns if self._rivals_of(known) else None
+
+    def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
+        """Fail rooms that name another address, since the attached life is alive."""
+        known.rival_since_ns = None
+        for room, pair in self._rivals_of(known):
+            text = (
+                f"{self._name(known.peer)} answers at {main_address(known.address)}, and this room names "
+                f"{main_address(pair.address)}: two engines have one instance name (give each its own), or the room's "
+                "endpoint is out of date"
+            )
+            self._give_up(room, pair, Reason.STALE_EPOCH, text, now_ns)
+
+    # -- keeping alive -------------------------------------------------------------------------------------------------
+
+    def _beat(self, peer: PeerId, now_ns: int) -> None:
+        """Send a heartbeat, or redial a dead connection."""
+        known = self.peers.get(peer)
+        if known is None:
+            return
+        is_awaited = known.state is PeerState.LOST and now_ns < known.outcomes_until_ns
+        if known.is_lost and not known.rooms and not is_awaited:
+            del self.peers[peer]
+            self._effect(HangUp(peer))
+            return
+        if not known.is_lost and (text := self.links.silence(known, now_ns)):
+            self.peer_lost(peer, text, now_ns)
+        self._judge_rival(known, now_ns)
+        self.links.beat(known, now_ns)
+
+    def _judge_rival(self, known: Peer, now_ns: int) -> None:
+        """Decide between two addresses of one name: is the life at the dialled one alive?"""
+        if known.rival_since_ns is None or known.is_lost:
+            return
+        answers = known.attach is not None and known.heard_ns > known.rival_since_ns
+        if answers and now_ns - known.rival_since_ns >= self.config.peer_timeout_ns:
+            self._refuse_rivals(known, now_ns)
+        else:
+            self.links.probe(known)
+
+    # -- how rooms ended -----------------------------------------------------------------------------------------------
+
+    def _remember_room(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
+        """Record how a room ended and its sources' lives, so that later lives can be informed."""
+        until_ns = self.table.remembered_until_ns(now_ns) + _RESTART_NS
+        lives = []
+        for pair in room.pairs.values():
+            known = self.peers[pair.peer]
+            known.outcomes_until_ns = max(known.outcomes_until_ns, until_ns)
+            if self._concerns(known, pair):
+                lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
+        # Most rooms have the same lives, so they share one tuple.
+        if len(self._lives) > _LIVES_KEPT_MAX:
+            self._lives.clear()
+        shared = self._lives.setdefault(tuple(lives), tuple(lives))
+        self.table.remember(room.key, reason, text, now_ns, shared, _RESTART_NS)
+
+    def _queue_outcomes(self, known: Peer, now_ns: int) -> None:
+        """Queue the outcomes of earlier lives' rooms for a source that has attached, once for each life."""
+        attach = known.attach
+        assert attach is not None
+        for room, pair in self._rooms_of(known):
+            # This life must confirm these itself, even if another life of its name was informed meanwhile.
+            is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
+            if is_writer and room.key not in known.outcomes:
+                ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns))
+                self._note_outcome(known, room.key, ended, pair.serial)
+        if known.queued_epoch == attach.epoch:
+            return
+        known.queued_epoch = attach.epoch
+        for key, ended in self.ended.items():
+            for life in ended.lives:
+                # Another engine of the same name never had the room.
+                if life.peer == known.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
+                    self._note_outcome(known, key, ended)
+        done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
+        for room, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
+                self._note_outcome(known, room.key, done)
+
+    def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
+        """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
+        known = self.peers[pair.peer]
+        if self._concerns(known, pair):
+            self._note_outcome(known, key, ended, pair.serial)
+            self._send_outcome(known, key, now_ns)
+
+    def _note_outcome(self, known: Peer, key: RoomKey, ended: Ended, serial: int = 0) -> None:
+        known.outcomes[key] = Outcome(ended, serial)
+
+    def _send_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
+        """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
+        outcome = known.outcomes.get(key)
+        if outcome is None or known.state is not PeerState.ATTACHED:
+            return
+        ended = outcome.ended
+        if ended.until_ns <= now_ns:
+            del known.outcomes[key]
+            return
+        pair = self._pair_key(key, known.peer, known.epoch)
+        if ended.reason is Reason.NONE:
+            self._send(known.peer, Complete(pair))
+        else:
+            self._send(known.peer, Abort(pair, ended.reason, ended.text, outcome.serial))
+        self._repeat_later(key, known.peer, outcome.attempts, now_ns)
+        self.counters["retries"] += outcome.attempts > 0
+        outcome.attempts += 1
+
+    # -- claims --------------------------------------------------------------------------------------------------------
+
+    def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
+        """Have the final way of a pair chosen; return False while the wire, on which it depends, is unknown."""
+        assert known.attach is not None
+        assert pair.open is not None
+        config = self.config
+        needs_wire = self.links.has_probe and config.crossover.needs_wire(config.backend)
+        if needs_wire and not known.has_wire and self.links.awaits_wire(room.key, known, now_ns):
+            return False
+        choice = chosen_way(
+            pair.open,
+            config.crossover,
+            (config.backend, known.found_wire),
+            in_place=known.attach.in_place,
+            lane_bytes=known.attach.slab_bytes_max,
+            ring_bytes=config.ring_bytes,
+        )
+        self.in_place_count -= pair.expects_bytes
+        pair.way, pair.why, pair.open = choice.way, choice.why, None
+        self.in_place_count += pair.expects_bytes
+        return True
+
+    def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
+        known = self.peers[pair.peer]
+        if known.attach is None or not self._is_here(known, pair):
+            return
+        first_time = pair.state is TargetPairState.WAITING
+        fault = self.links.wire_fault_of(pair, now_ns) if first_time else ""
+        if fault:
+            self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
+        if fault != "":
+            return
+        if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
+            return
+        if first_time:
+            if pair.route is not None:
+                known.claimed(room.key, pair.way)
+                self.counters[f"claims.{pair.way.label}.{pair.why.label}"] += 1
+            pair.pair = msgspec.structs.replace(pair.pair, source_epoch=known.epoch)
+            pair.engine = known.attach.engine
+            self._claim_counts[pair.peer] += 1
+            pair.serial = self._claim_counts[pair.peer]
+        pair.step(TargetPairEvent.CLAIM)
+        first = room.end_token if pair.route is None else room.first_token
+        digest_key = self.config.digest_key if room.digest else b""
+        count = room.page_count if pair.way is not Way.STAGED and first < room.end_token else 0
+        for offset in range(0, max(count, 1), PAGES_PER_MESSAGE_MAX):
+            pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
+            self._send(
+                pair.peer,
+                Claim(
+                    pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial, digest_key
+                ),
+            )
+        self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
+
+    def _on_wire_found(self, known: Peer, found: WireFound, now_ns: int) -> None:
+        if (found.source_epoch, found.target_epoch) != (known.epoch, self.config.epoch):
+            self._stale(found)
+            return
+        known.heard_ns = now_ns
+        known.wire, known.wire_epoch = found.wire, found.source_epoch
+        for room, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.WAITING:
+                self._send_claim(room, pair, now_ns)
+
+    # -- rooms ---------------------------------------------------------------------------------------------------------
+
+    def _pair_key(self, room: RoomKey, source: PeerId, source_epoch: int) -> PairKey:
+        """Return the key of this rank and life, and one life of a source, in a room."""
+        us = self.identity
+        return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank, us.memory)
+
+    def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+        """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""
+        return [(room, room.pairs[known.peer]) for key in known.rooms if (room := self.rooms.get(key)) is not None]
+
+    @staticmethod
+    def _is_here(known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair's room names the address at which its source is dialled."""
+        return main_address(pair.address) == main_address(known.address)
+
+    def _is_elsewhere(self, known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair waits for a life at another address than the dialled one."""
+        return pair.state is TargetPairState.WAITING and not self._is_here(known, pair)
+
+    def _rivals_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+        """Return a peer's rooms that wait for a life at another address than the dialled one."""
+        return [(room, pair) for room, pair in self._rooms_of(known) if self._is_elsewhere(known, pair)]
+
+    def _concerns(self, known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair was claimed, or would be at the address that is dialled now."""
+        return bool(pair.pair.source_epoch) or self._is_here(known, pair)
+
+    def _abort_pair(self, pair: TargetPair) -> None:
+        """Abort the pair of a failed room; quarantine the memory that its writer may write."""
+        if not pair.exposed:
+            pair.step(TargetPairEvent.CLOSE)
+            return
+        pair.step(TargetPairEvent.ABORT)
+        writers = self.peers[pair.peer].writers
+        writers.setdefault(pair.pair.source_epoch, Writer(pair.address)).pair_count += 1
 
     def _find(self, peer: PeerId, pair_key: PairKey) -> tuple[TargetRoom | None, TargetPair | None]:
         room = self.rooms.get(pair_key.key)
@@ -459,7 +861,11 @@ class TargetSession(TargetPeers):
 
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
         """Free a pair's quarantined memory: its writer will not write any more."""
-        self._confirm_pair(pair)
+        pair.step(TargetPairEvent.CONFIRM)
+        writers, epoch = self.peers[pair.peer].writers, pair.pair.source_epoch
+        writers[epoch].pair_count -= 1
+        if not writers[epoch].pair_count:
+            del writers[epoch]
         self.granter.release(room, pair)
         self._settle(room)
 
@@ -477,8 +883,7 @@ class TargetSession(TargetPeers):
 
     def _drop(self, room: TargetRoom) -> None:
         room.step(TargetRoomEvent.END)
-        del self.rooms[room.key]
-        self._deadlines.rooms.clear(room.key)
+        self.table.drop(room)
         for peer, pair in room.pairs.items():
             self.in_place_count -= pair.expects_bytes
             known = self.peers[peer]

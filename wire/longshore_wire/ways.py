@@ -129,6 +129,11 @@ def staged_unless_forbidden(asked: Staging) -> Staging:
     return asked if asked is Staging.NEVER else Staging.ALWAYS
 
 
+def staging_between(staging: Staging, neighbour_staging: Staging | None, *, near: bool) -> Staging:
+    """Return the setting for a pair of ranks, of which neighbours may have another one than ranks of two agents."""
+    return neighbour_staging if near and neighbour_staging is not None else staging
+
+
 def may_be_direct(staging: Staging, force_way: Way | None) -> bool:
     """Return whether these settings permit way DIRECT between neighbours."""
     return staging is not Staging.ALWAYS if force_way is None else force_way is Way.DIRECT

@@ -193,7 +193,7 @@ class EngineRequests:
         self.leaving[message.pool] = message.request
         for session in (self.source, self.target):
             if session is not None:
-                session.fail_pool(message.pool, Reason.CANCELLED, f"pool {message.pool} was unregistered", now_ns)
+                session.fail_all(Reason.CANCELLED, f"pool {message.pool} was unregistered", now_ns, pool=message.pool)
         return None
 
     def take_left(self) -> list[ToEngine]:
@@ -239,7 +239,7 @@ class EngineRequests:
             except MemoryLostError as error:
                 for session in (self.source, self.target):
                     if session is not None:
-                        session.fail_pool(number, error.reason, f"pool {number}: {error}", now_ns)
+                        session.fail_all(error.reason, f"pool {number}: {error}", now_ns, pool=number)
 
     def explained(self, effect: RoomEnded) -> RoomEnded:
         """Return a room's end with its real reason: MEMORY_LOST if it failed because our engine's memory is gone."""

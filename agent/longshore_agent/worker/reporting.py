@@ -20,8 +20,8 @@ from longshore_agent.status.snapshot import SPANS_LISTED_MAX
 from longshore_agent.status.spans import Record, SpanRecorder, room_key
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
+from longshore_wire.links import Peer
 from longshore_wire.peer_messages import PairKey, RoomKey
-from longshore_wire.peers import Peer
 
 # Time between two turns of the thread.
 _TURN_S = 0.25

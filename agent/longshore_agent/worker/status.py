@@ -46,10 +46,10 @@ from longshore_spec.status import (
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
+from longshore_wire.links import Peer, PeerState
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.peers import Ended, Peer, PeerState
-from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
+from longshore_wire.room import Ended, SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Session
 from longshore_wire.states import SourcePairState, TargetPairState
 from longshore_wire.target_session import TargetSession
@@ -261,7 +261,7 @@ def _ways(peer: Peer) -> tuple[str, ...]:
 
 def _open_rooms(worker: DescribedWorker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
-        listed = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
+        listed: list[SourceRoom | TargetRoom] = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
         listed += [found for found in session.rooms.values() if found.key.room == room and found not in listed]
         for found in listed:
             yield _source(found, now_ns) if isinstance(found, SourceRoom) else _target(half, found, now_ns)
