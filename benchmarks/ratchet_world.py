@@ -153,7 +153,7 @@ from longshore_wire.engine_messages import (  # noqa: E402
 from longshore_wire.layout import TargetMemory  # noqa: E402
 from longshore_wire.names import Wire as WireKind  # noqa: E402
 from longshore_wire.peer_messages import PEER  # noqa: E402
-from longshore_wire.source_session import SourceSession  # noqa: E402
+from longshore_wire.source import SourceSession  # noqa: E402
 
 PAGE_SIZE = 64
 PAGE_COUNT = 8192

@@ -42,8 +42,8 @@ from longshore_wire.engine_messages import Accepted, Endpoint, Half, Offer, Rank
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PEER, PeerMessage
 from longshore_wire.session import Session
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 PAGE_SIZE = 8

@@ -15,7 +15,7 @@ from transport_peer import TCP_ALONE
 
 from longshore_client import Half, Reason
 from longshore_spec.agent_config import Backend
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 KINDS = {
     "loopback": (Backend.LOOPBACK, {}, "Loopback"),

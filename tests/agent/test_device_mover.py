@@ -28,7 +28,7 @@ from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.links import Peer
 from longshore_wire.peer_messages import Attach
-from longshore_wire.source_session import SourceSession
+from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
 SHAPE = Shape(layers=2)

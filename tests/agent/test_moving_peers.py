@@ -24,7 +24,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.names import Wire
 from longshore_wire.peer_messages import Attach, RegionInfo
-from longshore_wire.source_session import SourceSession
+from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)

@@ -11,7 +11,7 @@ from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.worker.polling import Polling
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 NOW_NS = 10_000_000_000
 LONG_MS = 5000

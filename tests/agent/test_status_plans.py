@@ -17,7 +17,7 @@ from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import LayoutError, LongshoreError, RoomError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RegionInfo, RoomKey
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way, chosen_way
 
 MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)

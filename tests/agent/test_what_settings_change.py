@@ -20,8 +20,8 @@ from longshore_wire.errors import Reason, RingError, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Claim, Demand, PeerMessage, Ping, RegionInfo, RoomKey
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 GPU = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"

@@ -32,8 +32,8 @@ from longshore_wire.engine_messages import (
     RegisterPool,
 )
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 MODEL = ModelShape(layers=2, kv_heads=2, head_dim=8, element_bytes=2)
 PAGE_COUNT = 32

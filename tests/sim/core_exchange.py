@@ -15,8 +15,8 @@ from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.session import Session
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 MS = 1_000_000
 MODEL = ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=2)

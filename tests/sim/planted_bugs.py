@@ -22,9 +22,9 @@ from longshore_wire.peer_messages import Attach, EndAck, SlabReady
 from longshore_wire.ring import Ring
 from longshore_wire.room import RoomTable, TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid
-from longshore_wire.source_session import SourceSession
+from longshore_wire.source import SourceSession
 from longshore_wire.states import SourceSlab, TargetPairState, TargetSlab
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 

@@ -23,7 +23,7 @@ from sim_net import Net
 from sim_scenarios import AFTERMATH_NS, Fault, Replica, RoomSpec, Scenario
 from sim_world import MS, SECOND, Chance, Host, ViolationError, World
 
-from longshore_wire import claims, target_session
+from longshore_wire import claims, target
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.errors import Reason
@@ -76,7 +76,7 @@ def play(scenario: Scenario, *, trace: bool = False, deep: bool = False) -> Outc
     run = Run(scenario, trace=trace)
     outcome = Outcome(scenario, rooms=len(scenario.rooms))
     with ExitStack() as stack:
-        for module in (claims, target_session):
+        for module in (claims, target):
             stack.enter_context(patch.object(module, "PAGES_PER_MESSAGE_MAX", scenario.message_pages))
         try:
             run.play(deep=deep)

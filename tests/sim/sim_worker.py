@@ -53,8 +53,8 @@ from longshore_wire.peer_messages import (
     RegionInfo,
     RoomKey,
 )
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 if TYPE_CHECKING:
     from sim_agent import Agent

@@ -7,7 +7,7 @@ from core_outputs import messages_of
 
 from longshore_wire.effects import SECOND_NS, DrainWriter, PeerId
 from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 
 def attach_to(core: TargetSession, peer: PeerId, attach: Attach, now_ns: int) -> None:

@@ -24,8 +24,8 @@ from longshore_wire.peer_messages import (
     RoomKey,
     WireFound,
 )
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import AllowedWires, Way
 
 MODEL = ModelShape(2, 4, 16, 2)

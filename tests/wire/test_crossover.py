@@ -18,7 +18,7 @@ from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Pa
 from longshore_wire.links import WIRE_WAIT_NS
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, RegionInfo, RoomKey, WireFound
 from longshore_wire.plan import plan
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way, Why, choose
 
 MODEL = ModelShape(2, 4, 16, 2)  # a token is 512 bytes: 2 layers, K and V, 4 heads of 32 bytes

@@ -14,7 +14,7 @@ from longshore_wire.errors import Reason, RingError
 from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Abort, Attach, Claim, Demand, EndAck, RegionInfo, RoomKey
 from longshore_wire.states import TargetPairState
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 

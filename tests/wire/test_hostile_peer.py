@@ -36,8 +36,8 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 MS = 1_000_000

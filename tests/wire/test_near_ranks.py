@@ -12,7 +12,7 @@ from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.plan import plan
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way
 
 HEADS = ModelShape(2, 4, 16, 2)

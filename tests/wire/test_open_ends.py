@@ -15,7 +15,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Abort, Claim, Complete, PairKey, PeerMessage, Ping, Pong, SlabAck
 from longshore_wire.states import TargetPairState
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 

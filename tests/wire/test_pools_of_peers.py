@@ -11,7 +11,7 @@ from longshore_wire.effects import PeerId, SessionConfig, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PoolGeometry
 from longshore_wire.peer_messages import Abort, Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
-from longshore_wire.source_session import SourceSession
+from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)

@@ -11,8 +11,8 @@ from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 MODEL = ModelShape(2, 4, 16, 2)
 LAYOUT = KVLayout(MODEL, Parallel(tp=2, tp_rank=1), 16)

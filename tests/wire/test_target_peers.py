@@ -10,7 +10,7 @@ from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
 PREFILL = PeerId("P", 0, 0)

@@ -23,8 +23,8 @@ from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Abort, Attach, EndAck, PairKey, Ping, Pong, Refuse, RegionInfo, RoomKey
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)

@@ -16,8 +16,8 @@ from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PairKey, PeerMessage, PoolInfo, RegionInfo, RoomKey, SlabReady
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)

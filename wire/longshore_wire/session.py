@@ -39,7 +39,7 @@ Each half owns all of its parts and calls them. No part calls a half:
 
 from __future__ import annotations
 
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 Session = SourceSession | TargetSession

@@ -8,7 +8,7 @@ peer may still use.
 The steps of a staged slab, from `send` to DONE:
 
 1. `send` of prefill's client gives its worker an Offer, `receive` of decode's a Receive. `worker.engine_requests` checks
-   the pages and passes both to the cores, `source_session` and `target_session`.
+   the pages and passes both to the cores, `source` and `target`.
 2. Decode's core sends a Claim, prefill's answers with a Demand, and decode's grants ring memory (`granting`).
 3. Once the slab has its tokens, a grant and a wire, prefill's core emits StartWrite. `worker.moving` makes a slab of it,
    and `outbound` runs.

@@ -42,8 +42,8 @@ from longshore_wire.engine_messages import (
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PoolInfo, RoomKey
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 # Retry hint of a Busy answer: about the time in which a few rooms end.

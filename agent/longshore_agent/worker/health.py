@@ -12,7 +12,7 @@ from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.settings import Settings
 from longshore_agent.worker.moving import Mover
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 # Share of the descriptors in use at which a worker is replaced. The rest serves its open rooms until then.
 DESCRIPTORS_SHARE = 0.75

@@ -71,8 +71,8 @@ from longshore_wire.errors import CodecError, Reason
 from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Claim
 from longshore_wire.session import Session
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 
 _log = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from longshore_wire.errors import CodecError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import PEER, Attach, PeerMessage, RoomKey
 from longshore_wire.session import Session
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
+from longshore_wire.source import SourceSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 Address = tuple[Half, PeerId]

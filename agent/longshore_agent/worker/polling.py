@@ -15,7 +15,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import PeerMessage
 from longshore_wire.session import Session
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 
 _log = logging.getLogger(__name__)
 

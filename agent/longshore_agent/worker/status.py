@@ -52,7 +52,7 @@ from longshore_wire.peer_messages import RoomKey
 from longshore_wire.room import Ended, SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Session
 from longshore_wire.states import SourcePairState, TargetPairState
-from longshore_wire.target_session import TargetSession
+from longshore_wire.target import TargetSession
 from longshore_wire.ways import needs_wire
 
 # The way of a pair of ranks that has nothing to move.
