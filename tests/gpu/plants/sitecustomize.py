@@ -7,7 +7,6 @@ name of the damage. Only copies with digests are damaged.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
 import sys
@@ -88,6 +87,7 @@ def changes(name: str, copy: Any) -> tuple[Callable[[], None] | None, Callable[[
 
 def plant(file: Path) -> None:
     """Replace methods of the copier on a GPU."""
+    import msgspec
     import numpy as np
 
     from longshore_agent.kernels.device_copier import DeviceCopier
@@ -119,7 +119,7 @@ def plant(file: Path) -> None:
     def held_shifted(self: DeviceCopier, view: Any, stream: Any, *purpose: object, to_write: bool) -> Any:
         wrong = "a wrong page that is written" if to_write else "a wrong page that is read"
         if not purpose and named() == wrong:
-            view = dataclasses.replace(view, pages=np.roll(view.pages, -1))
+            view = msgspec.structs.replace(view, pages=np.roll(view.pages, -1))
         return held(self, view, stream, *purpose, to_write=to_write)
 
     DeviceCopier.submit, CopyDigests.queue = submit_and_remember, queue_damaged
