@@ -26,7 +26,7 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
-from longshore_wire.links import Peer
+from longshore_wire.links import Link
 from longshore_wire.peer_messages import Attach
 from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
@@ -46,7 +46,7 @@ class Core(SourceSession):
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
         self.notified: list[int] = []
-        self.peers = defaultdict(lambda: Peer(owner("decode")))
+        self.peers = defaultdict(lambda: Link(owner("decode")))
 
     def write_done(
         self,

@@ -1,4 +1,4 @@
-"""The protocol between engines and agents: layouts, plans, messages, and the protocol cores.
+"""The protocol between engines and agents: layouts, plans, messages, and the protocol cores. `session` describes the cores.
 
 Pure: no I/O, no clock, no torch.
 """

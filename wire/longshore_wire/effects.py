@@ -92,9 +92,8 @@ class SessionConfig:
     retry_ns: int = SECOND_NS // 5
     heartbeat_ns: int = SECOND_NS
     peer_timeout_ns: int = 5 * SECOND_NS
-    write_timeout_ns: int = (
-        120 * SECOND_NS
-    )  # limit of the wait for bytes in ring memory that is granted for ready tokens
+    # Limit of the wait for bytes in ring memory that is granted for ready tokens.
+    write_timeout_ns: int = 120 * SECOND_NS
     room_timeout_ns: int = 600 * SECOND_NS  # an open room without progress for this long fails
     rooms_max: int = 16_384
     ended_rooms_max: int = 65_536

@@ -87,8 +87,8 @@ class Writer:
 
 
 @dataclass(slots=True)
-class Peer:
-    """One worker of another instance, in its current life."""
+class Link:
+    """The link to one worker of another instance, in its current life."""
 
     peer: PeerId
     address: str = ""
@@ -187,7 +187,7 @@ class Links:
         self.config = config
         self.role = role
         self.identity = PeerId.of(config)
-        self.peers: dict[PeerId, Peer] = {}
+        self.peers: dict[PeerId, Link] = {}
         self.counters: Counter[str] = Counter()
         self.effects: list[Effect] = []
         self.has_probe = False  # a peer can probe the wire to this worker
@@ -226,9 +226,9 @@ class Links:
         self.counters[f"stale.{name}"] += 1
         self.effects.append(Stale(name))
 
-    def probe(self, known: Peer) -> None:
+    def probe(self, link: Link) -> None:
         """Ask whether the current life of a peer still listens."""
-        self.effects.append(ProbeLiveness(known.peer, known.epoch, known.address))
+        self.effects.append(ProbeLiveness(link.peer, link.epoch, link.address))
 
     # -- this worker ---------------------------------------------------------------------------------------------------
 
@@ -248,15 +248,15 @@ class Links:
         self._metadata, self._ring, self._pools, self._probe = metadata, ring, tuple(pools.values()), probe
         self._address, self.has_probe = address, probe is not None
         self._generation += 1
-        for known in self.peers.values():
-            if known.state is PeerState.ATTACHED:
-                self.send_attach(known)
+        for link in self.peers.values():
+            if link.state is PeerState.ATTACHED:
+                self.send_attach(link)
 
-    def send_attach(self, known: Peer) -> None:
+    def send_attach(self, link: Link) -> None:
         """Send this worker's Attach: a target's has a new number, a source's answers the newest one."""
         if self.role is Half.TARGET:
             self.asked_count += 1
-            known.attempt = self.asked_count
+            link.attempt = self.asked_count
         config = self.config
         attach = Attach(
             version=PROTOCOL_VERSION,
@@ -265,7 +265,7 @@ class Links:
             epoch=config.epoch,
             address=self._address,
             engine=config.engine,
-            attempt=known.attempt,
+            attempt=link.attempt,
             layout=config.layout,
             backend=config.backend,
             metadata=self._metadata,
@@ -277,18 +277,18 @@ class Links:
             in_place=config.in_place,
             memory=config.memory,
         )
-        self.send(known.peer, attach)
+        self.send(link.peer, attach)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
 
-    def dial(self, known: Peer, address: str, now_ns: int) -> None:
+    def dial(self, link: Link, address: str, now_ns: int) -> None:
         """Dial a source at an address, where another life than the last known one may listen."""
-        known.address, known.state, known.attach = address, PeerState.DIALING, None
-        known.heard_ns = known.dialled_ns = now_ns
-        known.listens_ns = -1
-        self.emit(Dial(known.peer, address))
-        self.send_attach(known)
-        self._deadlines.peers.set(known.peer, now_ns + self.config.retry_ns)
+        link.address, link.state, link.attach = address, PeerState.DIALING, None
+        link.heard_ns = link.dialled_ns = now_ns
+        link.listens_ns = -1
+        self.emit(Dial(link.peer, address))
+        self.send_attach(link)
+        self._deadlines.peers.set(link.peer, now_ns + self.config.retry_ns)
 
     def fault_of(self, attach: Attach) -> tuple[Reason, str] | None:
         """Return why this peer is refused, and count it; None if it is accepted."""
@@ -323,68 +323,68 @@ class Links:
         text = f"{self.name(listener)} listens at {attach.address}, and {self.name(peer)} was dialled there"
         return Reason.UNKNOWN_INSTANCE, text
 
-    def is_answer(self, known: Peer, attach: Attach) -> bool:
+    def is_answer(self, link: Link, attach: Attach) -> bool:
         """Whether a source's Attach answers one of ours, from where it was dialled. Late and older ones do not."""
-        again = attach.attempt == known.answered and attach.epoch == known.epoch
-        answers = known.answered < attach.attempt <= known.attempt or again
-        is_here = main_address(attach.address) == main_address(known.address)
-        return answers and is_here and attach.epoch >= known.epoch
+        again = attach.attempt == link.answered and attach.epoch == link.epoch
+        answers = link.answered < attach.attempt <= link.attempt or again
+        is_here = main_address(attach.address) == main_address(link.address)
+        return answers and is_here and attach.epoch >= link.epoch
 
-    def attach(self, known: Peer, attach: Attach, now_ns: int) -> None:
+    def attach(self, link: Link, attach: Attach, now_ns: int) -> None:
         """Record that a life of a peer is attached. A source answers with its own Attach."""
         is_target = self.role is Half.TARGET
-        if is_target and known.attach is None:
-            known.wire_due_ns = now_ns + WIRE_WAIT_NS
-            known.absent_ns, known.beat_number = -1, self.asked_count
-        if known.attach is None or attach.generation > known.attach.generation:
-            known.attach = attach
+        if is_target and link.attach is None:
+            link.wire_due_ns = now_ns + WIRE_WAIT_NS
+            link.absent_ns, link.beat_number = -1, self.asked_count
+        if link.attach is None or attach.generation > link.attach.generation:
+            link.attach = attach
             if not is_target:
-                known.address = attach.address
-            self.emit(PeerAttached(known.peer, attach))
-        known.state, known.heard_ns = PeerState.ATTACHED, now_ns
+                link.address = attach.address
+            self.emit(PeerAttached(link.peer, attach))
+        link.state, link.heard_ns = PeerState.ATTACHED, now_ns
         if is_target:
-            self._deadlines.peers.set(known.peer, self._next_beat_ns(now_ns))
+            self._deadlines.peers.set(link.peer, self._next_beat_ns(now_ns))
         else:
-            known.attempt = max(known.attempt, attach.attempt)
-            self._deadlines.peers.set(known.peer, now_ns + PROBE_AFTER * self.config.heartbeat_ns)
-            self.send_attach(known)
+            link.attempt = max(link.attempt, attach.attempt)
+            self._deadlines.peers.set(link.peer, now_ns + PROBE_AFTER * self.config.heartbeat_ns)
+            self.send_attach(link)
 
-    def detach(self, known: Peer, state: PeerState, text: str) -> None:
+    def detach(self, link: Link, state: PeerState, text: str) -> None:
         """Record that a peer is LOST or REFUSED, and why. A source forgets the peer."""
-        if known.attach is not None:
-            self.emit(PeerGone(known.peer, known.epoch))
-        known.state, known.attach, known.trouble = state, None, text
+        if link.attach is not None:
+            self.emit(PeerGone(link.peer, link.epoch))
+        link.state, link.attach, link.trouble = state, None, text
         if self.role is Half.SOURCE:
-            del self.peers[known.peer]
+            del self.peers[link.peer]
 
     def moved(self, peer: PeerId, payload_bytes: int) -> None:
         """Count a finished slab for its peer. A peer is forgotten after it was lost; then its rooms have failed."""
-        if (known := self.peers.get(peer)) is not None:
-            known.bytes_moved += payload_bytes
+        if (link := self.peers.get(peer)) is not None:
+            link.bytes_moved += payload_bytes
 
     # -- heartbeats ----------------------------------------------------------------------------------------------------
 
-    def beat(self, known: Peer, now_ns: int) -> None:
+    def beat(self, link: Link, now_ns: int) -> None:
         """Send a source its heartbeat, or an Attach if it is not attached; at a source, set the time of the next check."""
         config = self.config
         if self.role is Half.SOURCE:
-            due_ns = known.heard_ns + PROBE_AFTER * config.heartbeat_ns
-            self._deadlines.peers.set(known.peer, due_ns if due_ns > now_ns else now_ns + config.heartbeat_ns)
+            due_ns = link.heard_ns + PROBE_AFTER * config.heartbeat_ns
+            self._deadlines.peers.set(link.peer, due_ns if due_ns > now_ns else now_ns + config.heartbeat_ns)
             return
-        for epoch, writer in known.writers.items():
-            if epoch != known.epoch:
-                self.emit(ProbeLiveness(known.peer, epoch, writer.address))
-        if known.state is PeerState.LOST and now_ns - known.dialled_ns >= config.peer_timeout_ns:
+        for epoch, writer in link.writers.items():
+            if epoch != link.epoch:
+                self.emit(ProbeLiveness(link.peer, epoch, writer.address))
+        if link.state is PeerState.LOST and now_ns - link.dialled_ns >= config.peer_timeout_ns:
             # The connection may have died without an error on our side.
-            known.dialled_ns = now_ns
-            known.address = known.address_of_writer(now_ns - 2 * config.heartbeat_ns) or known.address
-            self.emit(Dial(known.peer, known.address, admits=False))
-        if known.state is PeerState.ATTACHED:
+            link.dialled_ns = now_ns
+            link.address = link.address_of_writer(now_ns - 2 * config.heartbeat_ns) or link.address
+            self.emit(Dial(link.peer, link.address, admits=False))
+        if link.state is PeerState.ATTACHED:
             self.asked_count += 1
-            self.send(known.peer, Ping(config.epoch, self.asked_count, self._deadlines.absent_ns))
+            self.send(link.peer, Ping(config.epoch, self.asked_count, self._deadlines.absent_ns))
         else:
-            self.send_attach(known)
-        self._deadlines.peers.set(known.peer, self._next_beat_ns(now_ns))
+            self.send_attach(link)
+        self._deadlines.peers.set(link.peer, self._next_beat_ns(now_ns))
 
     def _next_beat_ns(self, now_ns: int) -> int:
         """Return the next time to ping all peers. They share one time, so that an idle worker wakes up once."""
@@ -392,84 +392,84 @@ class Links:
 
     def answer_ping(self, peer: PeerId, ping: Ping, now_ns: int) -> None:
         """Answer a target's heartbeat. Epoch 0 in the answer makes an unknown target attach again."""
-        known = self.peers.get(peer)
+        link = self.peers.get(peer)
         epoch = 0
-        if known is not None and known.epoch == ping.epoch:
-            if ping.number <= known.beat_number:
+        if link is not None and link.epoch == ping.epoch:
+            if ping.number <= link.beat_number:
                 self.stale(ping)
                 return
-            known.beat(ping.number, ping.absent_ns, self.config.lease_ns, now_ns)
+            link.beat(ping.number, ping.absent_ns, self.config.lease_ns, now_ns)
             epoch = self.config.epoch
         self.send(peer, Pong(epoch, ping.epoch, ping.number, self._deadlines.absent_ns))
 
-    def take_pong(self, known: Peer, pong: Pong, now_ns: int) -> bool:
+    def take_pong(self, link: Link, pong: Pong, now_ns: int) -> bool:
         """Take a source's answer to a heartbeat; return False if it shows that the attached life has ended."""
-        newest = known.beat_number < pong.ping_number <= self.asked_count
-        if known.attach is None or pong.ping_epoch != self.config.epoch or not newest:
+        newest = link.beat_number < pong.ping_number <= self.asked_count
+        if link.attach is None or pong.ping_epoch != self.config.epoch or not newest:
             self.stale(pong)
-        elif pong.epoch == known.epoch:
-            known.beat(pong.ping_number, pong.absent_ns, self.config.lease_ns, now_ns)
+        elif pong.epoch == link.epoch:
+            link.beat(pong.ping_number, pong.absent_ns, self.config.lease_ns, now_ns)
         else:
             return False
         return True
 
-    def silence(self, known: Peer, now_ns: int) -> str:
+    def silence(self, link: Link, now_ns: int) -> str:
         """Probe a silent peer. Return why it counts as lost, if it was silent for too long; else an empty text."""
-        config, silence_ns = self.config, now_ns - known.heard_ns
-        if silence_ns >= known.silence_limit_ns(config.peer_timeout_ns, config.heartbeat_ns, now_ns):
-            dialled = f" at {known.address}" if self.role is Half.TARGET else ""
-            return f"{self.name(known.peer)}{dialled} was silent for {silence_ns / 1e9:.1f} s"
-        if silence_ns > PROBE_AFTER * config.heartbeat_ns and known.state is PeerState.ATTACHED:
-            self.probe(known)
+        config, silence_ns = self.config, now_ns - link.heard_ns
+        if silence_ns >= link.silence_limit_ns(config.peer_timeout_ns, config.heartbeat_ns, now_ns):
+            dialled = f" at {link.address}" if self.role is Half.TARGET else ""
+            return f"{self.name(link.peer)}{dialled} was silent for {silence_ns / 1e9:.1f} s"
+        if silence_ns > PROBE_AFTER * config.heartbeat_ns and link.state is PeerState.ATTACHED:
+            self.probe(link)
         return ""
 
     def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """The answer to ProbeLiveness: the process of that life exists, although it is silent."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             return
-        if known.epoch == epoch:
-            known.listens_ns = now_ns
-        if epoch in known.writers:
-            known.writers[epoch].listens_ns = now_ns
+        if link.epoch == epoch:
+            link.listens_ns = now_ns
+        if epoch in link.writers:
+            link.writers[epoch].listens_ns = now_ns
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """Do not count `late_ns`, in which this side did not run, as silence of peers."""
-        for known in self.peers.values():
-            known.heard_ns = min(now_ns, known.heard_ns + late_ns)
-            if known.rival_since_ns is not None:
-                known.rival_since_ns = min(now_ns, known.rival_since_ns + late_ns)
+        for link in self.peers.values():
+            link.heard_ns = min(now_ns, link.heard_ns + late_ns)
+            if link.rival_since_ns is not None:
+                link.rival_since_ns = min(now_ns, link.rival_since_ns + late_ns)
 
     # -- wires ---------------------------------------------------------------------------------------------------------
 
-    def wire_fault(self, known: Peer) -> str:
+    def wire_fault(self, link: Link) -> str:
         """Return why no transport may connect a peer with this worker; empty if one may or the wire is unknown."""
-        return self._wire_fault(known) if known.has_wire else ""
+        return self._wire_fault(link) if link.has_wire else ""
 
     def wire_fault_of(self, pair: SourcePair | TargetPair, now_ns: int) -> str | None:
         """Return why no transport may write a pair's slabs; empty if one may, None while the wire may still be found."""
         if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
             return ""
-        known = self.peers[pair.peer]
-        if not known.has_wire and self.awaits_wire(pair.pair.key, known, now_ns):
+        link = self.peers[pair.peer]
+        if not link.has_wire and self.awaits_wire(pair.pair.key, link, now_ns):
             return None
-        return self._wire_fault(known)
+        return self._wire_fault(link)
 
-    def awaits_wire(self, room: RoomKey, known: Peer, now_ns: int) -> bool:
+    def awaits_wire(self, room: RoomKey, link: Link, now_ns: int) -> bool:
         """Whether the unknown wire to a peer may still be found. At a target, the room looks again when its time is over."""
         if self.role is Half.TARGET:
-            if now_ns >= known.wire_due_ns:
+            if now_ns >= link.wire_due_ns:
                 return False
-            self._deadlines.repeats.set((room, known.peer), known.wire_due_ns)
+            self._deadlines.repeats.set((room, link.peer), link.wire_due_ns)
             return True
-        if known.attach is not None and known.attach.probe is not None:
+        if link.attach is not None and link.attach.probe is not None:
             return True
-        known.wire_epoch, known.wire_failure = known.epoch, "it has no memory for a probe"
+        link.wire_epoch, link.wire_failure = link.epoch, "it has no memory for a probe"
         return False
 
-    def _wire_fault(self, known: Peer) -> str:
-        ends = (known.peer, self.identity) if self.role is Half.TARGET else (self.identity, known.peer)
-        return AllowedWires(self.config.wires).fault(known.found_wire, *ends, known.wire_failure)
+    def _wire_fault(self, link: Link) -> str:
+        ends = (link.peer, self.identity) if self.role is Half.TARGET else (self.identity, link.peer)
+        return AllowedWires(self.config.wires).fault(link.found_wire, *ends, link.wire_failure)
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

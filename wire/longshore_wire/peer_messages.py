@@ -68,9 +68,8 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
 
     pool: int
     geometry: PoolGeometry
-    region_addresses: tuple[
-        int, ...
-    ]  # one for each region; empty: pages are not registered, so only staged writes are possible
+    # One for each region; empty: pages are not registered, so only staged writes are possible.
+    region_addresses: tuple[int, ...]
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -13,7 +13,7 @@ from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
 from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
-from longshore_wire.links import Links, Peer, PeerState
+from longshore_wire.links import Link, Links, PeerState
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
@@ -101,22 +101,22 @@ class SourceSession:
                 f"room {room} has ended ({ended.reason.name}): {ended.text or 'use a new id for a new request'}",
                 reason=ended.reason or Reason.ROOM_REUSED,
             )
-        found = self.rooms.get(key)
-        if found is None:
+        open_room = self.rooms.get(key)
+        if open_room is None:
             if len(self.rooms) >= self.config.rooms_max:
                 raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
-            found = SourceRoom(key, opened_ns=now_ns)
-        if found.failed:
-            raise RoomError(f"room {room} has failed: {found.text}", reason=found.reason)
-        found.add_offer(first_token, end_token, last=last)
-        self.rooms[key] = found
-        self._progress(found, now_ns)
-        self._add_completed(found)
-        for pair in list(found.pairs.values()):
-            self._check_pair(found, pair, now_ns)
-            if not found.failed:
-                self._advance(found, pair, now_ns)
-        self._finish(found, now_ns)
+            open_room = SourceRoom(key, opened_ns=now_ns)
+        if open_room.failed:
+            raise RoomError(f"room {room} has failed: {open_room.text}", reason=open_room.reason)
+        open_room.add_offer(first_token, end_token, last=last)
+        self.rooms[key] = open_room
+        self._progress(open_room, now_ns)
+        self._add_completed(open_room)
+        for pair in list(open_room.pairs.values()):
+            self._check_pair(open_room, pair, now_ns)
+            if not open_room.failed:
+                self._advance(open_room, pair, now_ns)
+        self._finish(open_room, now_ns)
         return key
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
@@ -250,42 +250,42 @@ class SourceSession:
         if isinstance(message, Ping):
             self.links.answer_ping(peer, message, now_ns)
             return
-        known = self.peers.get(peer)
-        if known is None or not isinstance(message, _OF_PAIRS):
+        link = self.peers.get(peer)
+        if link is None or not isinstance(message, _OF_PAIRS):
             self._stale(message)
             return
-        if not self._speaks_for(known, message.pair):
+        if not self._speaks_for(link, message.pair):
             self._stale(message)
             return
-        known.heard_ns = now_ns
+        link.heard_ns = now_ns
         if isinstance(message, Abort):
-            self._on_abort(known, message, now_ns)
+            self._on_abort(link, message, now_ns)
         elif message.pair.source_epoch != self.config.epoch:
             self._stale(message)
         elif isinstance(message, Claim):
-            self._on_claim(known, message, now_ns)
+            self._on_claim(link, message, now_ns)
         elif isinstance(message, Grant):
-            self._on_grant(known, message, now_ns)
+            self._on_grant(link, message, now_ns)
         elif isinstance(message, SlabAck):
             self._on_ack(peer, message, now_ns)
         elif isinstance(message, Complete):
-            self._on_complete(known, message, now_ns)
+            self._on_complete(link, message, now_ns)
         else:
             self._on_end_ack(peer, message)
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
         """Fail the rooms of a target that this side must not write to."""
-        known = self.peers.get(peer)
-        for key in list(known.rooms) if known is not None else []:
+        link = self.peers.get(peer)
+        for key in list(link.rooms) if link is not None else []:
             self.cancel(key, reason, text, now_ns)
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
         """Fail every room that the lost target has claimed."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             return
         self._parts.forget(lambda name: name[1] == peer)
-        for key in list(known.rooms):
+        for key in list(link.rooms):
             room = self.rooms.get(key)
             if room is None:
                 continue
@@ -294,13 +294,13 @@ class SourceSession:
             if pair is not None:
                 pair.step(SourcePairEvent.LOSE)
             self._settle(room)
-        self.links.detach(known, PeerState.LOST, text)
+        self.links.detach(link, PeerState.LOST, text)
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """The answer to ProbeLiveness: that life's address refuses connections, so its process has ended."""
-        known = self.peers.get(peer)
-        if known is not None and known.epoch == epoch:
-            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
+        link = self.peers.get(peer)
+        if link is not None and link.epoch == epoch:
+            self.peer_lost(peer, f"{self._name(peer)} at {link.address} has ended", now_ns)
 
     def wire_found(self, peer: PeerId, epoch: int, wire: str, failure: str, now_ns: int) -> None:
         """Take the result of a probe of a peer's life: report the wire to the peer, and continue its slabs.
@@ -308,21 +308,21 @@ class SourceSession:
         Args:
             failure: why the probe could not; empty: it could.
         """
-        known = self.peers.get(peer)
-        if known is None or known.epoch != epoch:
+        link = self.peers.get(peer)
+        if link is None or link.epoch != epoch:
             return
-        known.wire, known.wire_epoch, known.wire_failure = wire, epoch, failure
+        link.wire, link.wire_epoch, link.wire_failure = wire, epoch, failure
         self._send(peer, WireFound(self.config.epoch, epoch, wire))
-        for key in list(known.rooms):
+        for key in list(link.rooms):
             room = self.rooms[key]
             self._advance(room, room.pairs[peer], now_ns)
 
     def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
-        known = self.peers.get(peer)
+        link = self.peers.get(peer)
         refusal = self.links.fault_of(attach)
-        if refusal is None and known is not None and attach.epoch < known.epoch:
+        if refusal is None and link is not None and attach.epoch < link.epoch:
             # Clocks of two nodes may differ, so a probe asks whether the attached one lives.
-            self.links.probe(known)
+            self.links.probe(link)
             refusal = (
                 Reason.STALE_EPOCH,
                 (
@@ -333,33 +333,33 @@ class SourceSession:
         if refusal is not None:
             self._send(peer, Refuse(*refusal, attach.epoch, attach.attempt))
             return
-        if known is not None and known.epoch != attach.epoch:
+        if link is not None and link.epoch != attach.epoch:
             self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
-            known = None
-        if known is None:
-            known = self.peers[peer] = Peer(peer)
-        self.links.attach(known, attach, now_ns)
+            link = None
+        if link is None:
+            link = self.peers[peer] = Link(peer)
+        self.links.attach(link, attach, now_ns)
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
         """Check a target for silence, since it sends the heartbeats."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             return
-        if text := self.links.silence(known, now_ns):
+        if text := self.links.silence(link, now_ns):
             self.peer_lost(peer, text, now_ns)
         else:
-            self.links.beat(known, now_ns)
+            self.links.beat(link, now_ns)
 
-    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+    def _speaks_for(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and to the current life of that target."""
-        peer = known.peer
+        peer = link.peer
         theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.memory, pair.target_epoch)
-        return theirs == (*peer, known.epoch) and pair.source_rank == self.identity.rank
+        return theirs == (*peer, link.epoch) and pair.source_rank == self.identity.rank
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _on_claim(self, known: Peer, claim: Claim, now_ns: int) -> None:
-        key, peer = claim.pair.key, known.peer
+    def _on_claim(self, link: Link, claim: Claim, now_ns: int) -> None:
+        key, peer = claim.pair.key, link.peer
         ended = self.ended.get(key)
         room = self.rooms.get(key)
         if room is None and ended is not None:
@@ -380,13 +380,13 @@ class SourceSession:
             if pair is None or pair.pair.target_epoch != claim.pair.target_epoch:
                 self._send(peer, Abort(claim.pair, room.reason, room.text))
             return
-        if pair is None and claim.serial in self._used_serials(known):
+        if pair is None and claim.serial in self._used_serials(link):
             # A late copy of a claim on a dropped room. Its pages may belong to another room by now.
             self._stale(claim)
             self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {key.room} has ended"))
             return
         if pair is None:
-            pair = self._open_pair(room, known, claim, now_ns)
+            pair = self._open_pair(room, link, claim, now_ns)
             if pair is None:
                 return
             if room.failed:
@@ -397,31 +397,31 @@ class SourceSession:
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
 
-    def _open_pair(self, room: SourceRoom, known: Peer, claim: Claim, now_ns: int) -> SourcePair | None:
-        assert known.attach is not None
-        claimer = known.peer.replica
+    def _open_pair(self, room: SourceRoom, link: Link, claim: Claim, now_ns: int) -> SourcePair | None:
+        assert link.attach is not None
+        claimer = link.peer.replica
         try:
             if room.claimer is not None and room.claimer != claimer:
                 raise RoomError(
                     f"room {room.key.room} was claimed by {room.claimer} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
-            found = self._route(known, room.key, direct=claim.way is Way.DIRECT)
-            pages = self._claimed_pages(claim, known.peer)
+            claimed = self._route(link, room.key, direct=claim.way is Way.DIRECT)
+            pages = self._claimed_pages(claim, link.peer)
             if pages is None:
                 return None
-            cut = grid(self.config, known.attach, claim, found, known.sound_pools)
+            cut = grid(self.config, link.attach, claim, claimed, link.sound_pools)
         except LongshoreError as error:
-            self._send(known.peer, Abort(claim.pair, error.reason, str(error)))
+            self._send(link.peer, Abort(claim.pair, error.reason, str(error)))
             return None
-        self._used_serials(known).add(claim.serial)
+        self._used_serials(link).add(claim.serial)
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
-        pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, pages, claim.why)
+        pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why)
         pair.digest_key = claim.digest_key
-        room.pairs[known.peer] = pair
-        room.expected, room.claimer = found.expected, claimer
-        known.claimed(room.key, claim.way if found.pair is not None else None)
+        room.pairs[link.peer] = pair
+        room.expected, room.claimer = claimed.expected, claimer
+        link.claimed(room.key, claim.way if claimed.pair is not None else None)
         self._check_pair(room, pair, now_ns)
         return pair
 
@@ -431,10 +431,10 @@ class SourceSession:
             return b""
         return self._parts.add((claim.pair.key, peer), claim.page_offset, claim.page_count, claim.pages)
 
-    def _on_grant(self, known: Peer, grant: Grant, now_ns: int) -> None:
-        peer = known.peer
+    def _on_grant(self, link: Link, grant: Grant, now_ns: int) -> None:
+        peer = link.peer
         room, pair = self._find(peer, grant.pair)
-        if room is None or pair is None or room.failed or not _fits(grant, pair, known.attach):
+        if room is None or pair is None or room.failed or not _fits(grant, pair, link.attach):
             self._stale(grant)
             ended = self.ended.get(grant.pair.key)
             if room is None and (ended is None or ended.reason is not Reason.NONE):
@@ -466,10 +466,10 @@ class SourceSession:
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
 
-    def _on_abort(self, known: Peer, abort: Abort, now_ns: int) -> None:
-        peer = known.peer
+    def _on_abort(self, link: Link, abort: Abort, now_ns: int) -> None:
+        peer = link.peer
         if abort.serial:
-            self._used_serials(known).add(abort.serial)
+            self._used_serials(link).add(abort.serial)
         if abort.pair.source_epoch != self.config.epoch:
             # Each life may confirm only its own writes: an earlier life of this name may still write from another node.
             self._stale(abort)
@@ -492,34 +492,34 @@ class SourceSession:
             pair.step(SourcePairEvent.ANSWER)
             self._settle(room)
 
-    def _route(self, known: Peer, key: RoomKey, *, direct: bool = False) -> Route:
+    def _route(self, link: Link, key: RoomKey, *, direct: bool = False) -> Route:
         """Return the meaning of a target's claim on a room. Raises LayoutError."""
-        assert known.attach is not None
+        assert link.attach is not None
         config = self.config
         staging = staging_between(config.staging, config.neighbour_staging, near=direct)
-        planned = plan(config.layout, known.attach.layout, staging=staging, direct=direct, room=key.room)
-        return route(planned, self.identity.rank, known.peer.rank)
+        planned = plan(config.layout, link.attach.layout, staging=staging, direct=direct, room=key.room)
+        return route(planned, self.identity.rank, link.peer.rank)
 
-    def _used_serials(self, known: Peer) -> UsedSerials:
+    def _used_serials(self, link: Link) -> UsedSerials:
         """Return the used claims of a target's current life."""
-        used = self._serials.get(known.peer)
-        if used is None or used.epoch != known.epoch:
-            used = self._serials[known.peer] = UsedSerials(known.epoch)
-        self._serials.move_to_end(known.peer)
+        used = self._serials.get(link.peer)
+        if used is None or used.epoch != link.epoch:
+            used = self._serials[link.peer] = UsedSerials(link.epoch)
+        self._serials.move_to_end(link.peer)
         while len(self._serials) > TARGETS_MAX:
             self._serials.popitem(last=False)
         return used
 
     # -- rooms of an earlier life --------------------------------------------------------------------------------------
 
-    def _on_complete(self, known: Peer, message: Complete, now_ns: int) -> None:
+    def _on_complete(self, link: Link, message: Complete, now_ns: int) -> None:
         """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
-        key, peer = message.pair.key, known.peer
+        key, peer = message.pair.key, link.peer
         self._send(peer, EndAck(message.pair))
         if key in self.ended or key.instance != self.config.instance:
             return
         try:
-            expected = self._route(known, key).expected
+            expected = self._route(link, key).expected
         except LongshoreError:
             self._stale(message)
             return
@@ -538,13 +538,13 @@ class SourceSession:
 
     def _open_complete(self, room: SourceRoom, peer: PeerId, completed: Completed) -> None:
         """Add a pair with nothing left to send to the room."""
-        known = self.peers.get(peer)
+        link = self.peers.get(peer)
         if peer in room.pairs or room.claimer not in (None, peer.replica):
             return
         pair = room.pairs[peer] = SourcePair(completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [])
         room.expected, room.claimer = completed.expected, peer.replica
-        if known is not None and known.epoch == completed.pair.target_epoch:
-            known.claimed(room.key, None)
+        if link is not None and link.epoch == completed.pair.target_epoch:
+            link.claimed(room.key, None)
         else:
             pair.step(SourcePairEvent.LOSE)
 
@@ -725,9 +725,9 @@ class SourceSession:
         self.table.drop(room)
         for peer in room.pairs:
             self._deadlines.repeats.clear((room.key, peer))
-            known = self.peers.get(peer)
-            if known is not None:
-                known.rooms.pop(room.key, None)
+            link = self.peers.get(peer)
+            if link is not None:
+                link.rooms.pop(room.key, None)
 
 
 def _fits(grant: Grant, pair: SourcePair, attach: Attach | None) -> bool:

@@ -20,7 +20,7 @@ from longshore_wire.effects import DrainWriter, HangUp, PeerId, RoomReleased, Se
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
-from longshore_wire.links import Links, Outcome, Peer, PeerState, Writer
+from longshore_wire.links import Link, Links, Outcome, PeerState, Writer
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
@@ -225,25 +225,25 @@ class TargetSession:
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
         """Handle one message or notice of a peer; count and ignore stale ones."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             self._stale(message)
             return
         if isinstance(message, Attach):
-            if self._on_attach(known, message, now_ns):
+            if self._on_attach(link, message, now_ns):
                 self.granter.expect(message.slab_bytes_max)
         elif isinstance(message, Refuse):
-            self._on_refuse(known, message, now_ns)
+            self._on_refuse(link, message, now_ns)
         elif isinstance(message, Pong):
-            self._on_pong(known, message, now_ns)
-        elif known.state is not PeerState.ATTACHED:
-            self._receive_detached(known, message, now_ns)
+            self._on_pong(link, message, now_ns)
+        elif link.state is not PeerState.ATTACHED:
+            self._receive_detached(link, message, now_ns)
         elif isinstance(message, WireFound):
-            self._on_wire_found(known, message, now_ns)
-        elif not isinstance(message, _OF_PAIRS) or not self._speaks_for(known, message.pair):
+            self._on_wire_found(link, message, now_ns)
+        elif not isinstance(message, _OF_PAIRS) or not self._speaks_for(link, message.pair):
             self._stale(message)
         else:
-            known.heard_ns = now_ns
+            link.heard_ns = now_ns
             if isinstance(message, Demand):
                 self._on_demand(peer, message, now_ns)
             elif isinstance(message, SlabReady):
@@ -251,29 +251,29 @@ class TargetSession:
             elif isinstance(message, Abort):
                 self._on_abort(peer, message, now_ns)
             else:
-                known.outcomes.pop(message.pair.key, None)
-                self._on_end_ack(known, message, now_ns)
+                link.outcomes.pop(message.pair.key, None)
+                self._on_end_ack(link, message, now_ns)
 
-    def _receive_detached(self, known: Peer, message: PeerMessage, now_ns: int) -> None:
+    def _receive_detached(self, link: Link, message: PeerMessage, now_ns: int) -> None:
         """Handle a message of a source that is not attached: it may confirm the end of its writes, or abort a room."""
-        if not isinstance(message, Abort | EndAck) or not self._is_between(known, message.pair):
+        if not isinstance(message, Abort | EndAck) or not self._is_between(link, message.pair):
             self._stale(message)
         elif isinstance(message, EndAck):
-            self._on_end_ack(known, message, now_ns)
-        elif known.state is PeerState.REFUSED:
+            self._on_end_ack(link, message, now_ns)
+        elif link.state is PeerState.REFUSED:
             # Its rooms have already failed here.
-            self._send(known.peer, EndAck(message.pair))
+            self._send(link.peer, EndAck(message.pair))
         else:
             self._stale(message)
 
-    def _is_between(self, known: Peer, pair: PairKey) -> bool:
+    def _is_between(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to any life of that source."""
-        is_ours = pair == self._pair_key(pair.key, known.peer, pair.source_epoch)
-        return is_ours and pair.key.instance == known.peer.instance
+        is_ours = pair == self._pair_key(pair.key, link.peer, pair.source_epoch)
+        return is_ours and pair.key.instance == link.peer.instance
 
-    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+    def _speaks_for(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to the current life of that source."""
-        return pair.source_epoch == known.epoch and self._is_between(known, pair)
+        return pair.source_epoch == link.epoch and self._is_between(link, pair)
 
     def _on_demand(self, peer: PeerId, demand: Demand, now_ns: int) -> None:
         room, pair = self._find(peer, demand.pair)
@@ -365,9 +365,10 @@ class TargetSession:
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
-        if room.digest and (found := len(ready.digests)) != (wanted := digests_bytes(pair.route, self.config.layout)):
-            reason, text = Reason.MALFORMED_MESSAGE, f"has sent {found} bytes of digests instead of {wanted}"
-            if not found:
+        sent_bytes = len(ready.digests)
+        if room.digest and sent_bytes != (due_bytes := digests_bytes(pair.route, self.config.layout)):
+            reason, text = Reason.MALFORMED_MESSAGE, f"has sent {sent_bytes} bytes of digests instead of {due_bytes}"
+            if not sent_bytes:
                 reason, text = Reason.UNSUPPORTED, "has sent no digests, which the room asks for: update its agent"
             self._fail(room, reason, f"{self._name(pair.peer)} {text}", now_ns)
             return
@@ -397,9 +398,9 @@ class TargetSession:
         if room is not None and pair is not None:
             self._give_up(room, pair, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
 
-    def _on_end_ack(self, known: Peer, ack: EndAck, now_ns: int) -> None:
+    def _on_end_ack(self, link: Link, ack: EndAck, now_ns: int) -> None:
         """Handle a source's confirmation that it writes no more for a pair."""
-        room, pair = self._find(known.peer, ack.pair)
+        room, pair = self._find(link.peer, ack.pair)
         if room is None or pair is None or pair.state is not TargetPairState.ABORTING:
             return
         if pair.pair.source_epoch == ack.pair.source_epoch:
@@ -410,45 +411,45 @@ class TargetSession:
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
         """Fail the rooms of a source that must not write here."""
-        known = self.peers.get(peer)
-        if known is not None:
-            self._lose(known, PeerState.REFUSED, reason, text, now_ns)
+        link = self.peers.get(peer)
+        if link is not None:
+            self._lose(link, PeerState.REFUSED, reason, text, now_ns)
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
         """Fail the rooms of a silent or lost source; memory that it may still write stays quarantined."""
-        known = self.peers.get(peer)
-        if known is not None and known.state is not PeerState.LOST:
-            self._lose(known, PeerState.LOST, Reason.PEER_LOST, text, now_ns)
+        link = self.peers.get(peer)
+        if link is not None and link.state is not PeerState.LOST:
+            self._lose(link, PeerState.LOST, Reason.PEER_LOST, text, now_ns)
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """The answer to ProbeLiveness: that life's address refuses connections, so its process and its writes have ended."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             return
-        is_current = known.epoch == epoch and known.state in (PeerState.ATTACHED, PeerState.DIALING)
+        is_current = link.epoch == epoch and link.state in (PeerState.ATTACHED, PeerState.DIALING)
         # A life that never attached has epoch 0. It may be starting, unless a room names another address.
-        if is_current and (epoch or known.rival_since_ns is not None):
-            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
-        self._drain(known, epoch)
+        if is_current and (epoch or link.rival_since_ns is not None):
+            self.peer_lost(peer, f"{self._name(peer)} at {link.address} has ended", now_ns)
+        self._drain(link, epoch)
 
     def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """The answer to DrainWriter: no byte of that life will land any more."""
-        if (known := self.peers.get(peer)) is not None:
-            self._writer_dead(known, epoch, now_ns)
+        if (link := self.peers.get(peer)) is not None:
+            self._writer_dead(link, epoch, now_ns)
 
     def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
         """The transport has revoked a lost source's access to our memory, whether or not the source lives."""
-        known = self.peers.get(peer)
-        if known is not None and known.state is PeerState.LOST:
-            for epoch in list(known.writers):
-                self._writer_dead(known, epoch, now_ns, revoked=True)
+        link = self.peers.get(peer)
+        if link is not None and link.state is PeerState.LOST:
+            for epoch in list(link.writers):
+                self._writer_dead(link, epoch, now_ns, revoked=True)
 
-    def _drain(self, known: Peer, epoch: int) -> None:
+    def _drain(self, link: Link, epoch: int) -> None:
         """Request a drain of an ended life's bytes, if it may have written our memory."""
-        if epoch in known.writers:
-            self._effect(DrainWriter(known.peer, epoch, known.writers[epoch].address))
+        if epoch in link.writers:
+            self._effect(DrainWriter(link.peer, epoch, link.writers[epoch].address))
 
-    def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
+    def _writer_dead(self, link: Link, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
         """Free the memory that one life of a source may have written. The only place that treats a writer as dead.
 
         The caller has one of three proofs. The life's address refuses connections (`peer_dead`). Or another life or worker is
@@ -456,99 +457,99 @@ class TargetSession:
         read. Or the transport has revoked its access (`revoked`), which does not cover pages that a worker of this node has
         mapped. A newer epoch at another address is no proof, since two engines may have the same name.
         """
-        for room, pair in self._rooms_of(known):
+        for room, pair in self._rooms_of(link):
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
             if is_writer and not (revoked and pair.way is Way.DIRECT):
                 self._confirm(room, pair)
         self._pump(now_ns)
 
-    def _lose(self, known: Peer, state: PeerState, reason: Reason, text: str, now_ns: int) -> None:
+    def _lose(self, link: Link, state: PeerState, reason: Reason, text: str, now_ns: int) -> None:
         """Fail the rooms of a source that is LOST or REFUSED now, then dial another address that waiting rooms name.
 
         The source may still complete open writes, so their memory is not freed here.
         """
-        self.links.detach(known, state, text)
-        for room, pair in self._rooms_of(known):
-            if not self._is_elsewhere(known, pair):
+        self.links.detach(link, state, text)
+        for room, pair in self._rooms_of(link):
+            if not self._is_elsewhere(link, pair):
                 self._give_up(room, pair, reason, text, now_ns)
-        known.rival_since_ns = None
-        if rivals := self._rivals_of(known):
-            self._dial_at(known, rivals[0][1].address, now_ns)
+        link.rival_since_ns = None
+        if rivals := self._rivals_of(link):
+            self._dial_at(link, rivals[0][1].address, now_ns)
         self._pump(now_ns)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
 
-    def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> bool:
+    def _on_attach(self, link: Link, attach: Attach, now_ns: int) -> bool:
         """Handle a source's Attach; return whether it is attached now."""
-        if not self.links.is_answer(known, attach):
+        if not self.links.is_answer(link, attach):
             self._stale(attach)
             return False
-        known.answered = attach.attempt
-        for epoch, writer in list(known.writers.items()):
+        link.answered = attach.attempt
+        for epoch, writer in list(link.writers.items()):
             if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
-                self._drain(known, epoch)
-        wrong = self.links.fault_of(attach) or self.links.fault_of_name(known.peer, attach)
+                self._drain(link, epoch)
+        wrong = self.links.fault_of(attach) or self.links.fault_of_name(link.peer, attach)
         if wrong is not None:
-            self._lose(known, PeerState.REFUSED, *wrong, now_ns)
+            self._lose(link, PeerState.REFUSED, *wrong, now_ns)
             return False
-        if known.attach is not None and known.epoch != attach.epoch:
-            last_epoch = known.epoch
-            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
-            self._drain(known, last_epoch)
-        self.links.attach(known, attach, now_ns)
-        self._queue_outcomes(known, now_ns)
-        for room, pair in self._rooms_of(known):
+        if link.attach is not None and link.epoch != attach.epoch:
+            last_epoch = link.epoch
+            self.peer_lost(link.peer, f"{self._name(link.peer)} was restarted", now_ns)
+            self._drain(link, last_epoch)
+        self.links.attach(link, attach, now_ns)
+        self._queue_outcomes(link, now_ns)
+        for room, pair in self._rooms_of(link):
             if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
                 self._send_claim(room, pair, now_ns)
-        for key in list(known.outcomes):
-            self._send_outcome(known, key, now_ns)
+        for key in list(link.outcomes):
+            self._send_outcome(link, key, now_ns)
         return True
 
-    def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
-        if refuse.epoch != self.config.epoch or not known.answered < refuse.attempt <= known.attempt:
+    def _on_refuse(self, link: Link, refuse: Refuse, now_ns: int) -> None:
+        if refuse.epoch != self.config.epoch or not link.answered < refuse.attempt <= link.attempt:
             self._stale(refuse)
             return
-        known.answered = refuse.attempt
-        waits = known.state is PeerState.DIALING and now_ns - known.dialled_ns < self.config.peer_timeout_ns
-        if refuse.reason is Reason.STALE_EPOCH and (waits or known.state is PeerState.LOST):
+        link.answered = refuse.attempt
+        waits = link.state is PeerState.DIALING and now_ns - link.dialled_ns < self.config.peer_timeout_ns
+        if refuse.reason is Reason.STALE_EPOCH and (waits or link.state is PeerState.LOST):
             # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
-            known.heard_ns = now_ns
+            link.heard_ns = now_ns
             return
-        self._lose(known, PeerState.REFUSED, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
+        self._lose(link, PeerState.REFUSED, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
 
-    def _on_pong(self, known: Peer, pong: Pong, now_ns: int) -> None:
-        if not self.links.take_pong(known, pong, now_ns):
-            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
+    def _on_pong(self, link: Link, pong: Pong, now_ns: int) -> None:
+        if not self.links.take_pong(link, pong, now_ns):
+            self.peer_lost(link.peer, f"{self._name(link.peer)} was restarted", now_ns)
 
     def _dial(self, peer: PeerId, endpoint: Endpoint, key: RoomKey, now_ns: int) -> None:
         """Add a room to its source's, and dial that at the address that the engine gave, unless that is done."""
         named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
-        known = self.peers.get(peer)
-        if known is None:
-            known = self.peers[peer] = Peer(peer, answered=self.links.asked_count)
-        is_here = main_address(known.address) == main_address(named.address)
-        if known.attach is not None and is_here and known.epoch < named.epoch:
+        link = self.peers.get(peer)
+        if link is None:
+            link = self.peers[peer] = Link(peer, answered=self.links.asked_count)
+        is_here = main_address(link.address) == main_address(named.address)
+        if link.attach is not None and is_here and link.epoch < named.epoch:
             # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
             self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
         # If the source is lost from here on, the room's address is dialled.
-        known.rooms[key] = None
-        if known.is_lost or not known.address:
-            self._dial_at(known, named.address, now_ns)
-        elif not is_here and known.rival_since_ns is None:
+        link.rooms[key] = None
+        if link.is_lost or not link.address:
+            self._dial_at(link, named.address, now_ns)
+        elif not is_here and link.rival_since_ns is None:
             # Two addresses for one name: probe the dialled one before the other is dialled.
-            known.rival_since_ns = now_ns
+            link.rival_since_ns = now_ns
             self._beat(peer, now_ns)
 
-    def _dial_at(self, known: Peer, address: str, now_ns: int) -> None:
-        self.links.dial(known, address, now_ns)
-        known.rival_since_ns = now_ns if self._rivals_of(known) else None
+    def _dial_at(self, link: Link, address: str, now_ns: int) -> None:
+        self.links.dial(link, address, now_ns)
+        link.rival_since_ns = now_ns if self._rivals_of(link) else None
 
-    def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
+    def _refuse_rivals(self, link: Link, now_ns: int) -> None:
         """Fail rooms that name another address, since the attached life is alive."""
-        known.rival_since_ns = None
-        for room, pair in self._rivals_of(known):
+        link.rival_since_ns = None
+        for room, pair in self._rivals_of(link):
             text = (
-                f"{self._name(known.peer)} answers at {main_address(known.address)}, and this room names "
+                f"{self._name(link.peer)} answers at {main_address(link.address)}, and this room names "
                 f"{main_address(pair.address)}: two engines have one instance name (give each its own), or the room's "
                 "endpoint is out of date"
             )
@@ -558,28 +559,28 @@ class TargetSession:
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
         """Send a heartbeat, or redial a dead connection."""
-        known = self.peers.get(peer)
-        if known is None:
+        link = self.peers.get(peer)
+        if link is None:
             return
-        is_awaited = known.state is PeerState.LOST and now_ns < known.outcomes_until_ns
-        if known.is_lost and not known.rooms and not is_awaited:
+        is_awaited = link.state is PeerState.LOST and now_ns < link.outcomes_until_ns
+        if link.is_lost and not link.rooms and not is_awaited:
             del self.peers[peer]
             self._effect(HangUp(peer))
             return
-        if not known.is_lost and (text := self.links.silence(known, now_ns)):
+        if not link.is_lost and (text := self.links.silence(link, now_ns)):
             self.peer_lost(peer, text, now_ns)
-        self._judge_rival(known, now_ns)
-        self.links.beat(known, now_ns)
+        self._judge_rival(link, now_ns)
+        self.links.beat(link, now_ns)
 
-    def _judge_rival(self, known: Peer, now_ns: int) -> None:
+    def _judge_rival(self, link: Link, now_ns: int) -> None:
         """Decide between two addresses of one name: is the life at the dialled one alive?"""
-        if known.rival_since_ns is None or known.is_lost:
+        if link.rival_since_ns is None or link.is_lost:
             return
-        answers = known.attach is not None and known.heard_ns > known.rival_since_ns
-        if answers and now_ns - known.rival_since_ns >= self.config.peer_timeout_ns:
-            self._refuse_rivals(known, now_ns)
+        answers = link.attach is not None and link.heard_ns > link.rival_since_ns
+        if answers and now_ns - link.rival_since_ns >= self.config.peer_timeout_ns:
+            self._refuse_rivals(link, now_ns)
         else:
-            self.links.probe(known)
+            self.links.probe(link)
 
     # -- how rooms ended -----------------------------------------------------------------------------------------------
 
@@ -588,9 +589,9 @@ class TargetSession:
         until_ns = self.table.remembered_until_ns(now_ns) + _RESTART_NS
         lives = []
         for pair in room.pairs.values():
-            known = self.peers[pair.peer]
-            known.outcomes_until_ns = max(known.outcomes_until_ns, until_ns)
-            if self._concerns(known, pair):
+            link = self.peers[pair.peer]
+            link.outcomes_until_ns = max(link.outcomes_until_ns, until_ns)
+            if self._concerns(link, pair):
                 lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
         # Most rooms have the same lives, so they share one tuple.
         if len(self._lives) > _LIVES_KEPT_MAX:
@@ -598,73 +599,73 @@ class TargetSession:
         shared = self._lives.setdefault(tuple(lives), tuple(lives))
         self.table.remember(room.key, reason, text, now_ns, shared, _RESTART_NS)
 
-    def _queue_outcomes(self, known: Peer, now_ns: int) -> None:
+    def _queue_outcomes(self, link: Link, now_ns: int) -> None:
         """Queue the outcomes of earlier lives' rooms for a source that has attached, once for each life."""
-        attach = known.attach
+        attach = link.attach
         assert attach is not None
-        for room, pair in self._rooms_of(known):
+        for room, pair in self._rooms_of(link):
             # This life must confirm these itself, even if another life of its name was informed meanwhile.
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
-            if is_writer and room.key not in known.outcomes:
+            if is_writer and room.key not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns))
-                self._note_outcome(known, room.key, ended, pair.serial)
-        if known.queued_epoch == attach.epoch:
+                self._note_outcome(link, room.key, ended, pair.serial)
+        if link.queued_epoch == attach.epoch:
             return
-        known.queued_epoch = attach.epoch
+        link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
                 # Another engine of the same name never had the room.
-                if life.peer == known.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
-                    self._note_outcome(known, key, ended)
+                if life.peer == link.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
+                    self._note_outcome(link, key, ended)
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
-        for room, pair in self._rooms_of(known):
+        for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                self._note_outcome(known, room.key, done)
+                self._note_outcome(link, room.key, done)
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
-        known = self.peers[pair.peer]
-        if self._concerns(known, pair):
-            self._note_outcome(known, key, ended, pair.serial)
-            self._send_outcome(known, key, now_ns)
+        link = self.peers[pair.peer]
+        if self._concerns(link, pair):
+            self._note_outcome(link, key, ended, pair.serial)
+            self._send_outcome(link, key, now_ns)
 
-    def _note_outcome(self, known: Peer, key: RoomKey, ended: Ended, serial: int = 0) -> None:
-        known.outcomes[key] = Outcome(ended, serial)
+    def _note_outcome(self, link: Link, key: RoomKey, ended: Ended, serial: int = 0) -> None:
+        link.outcomes[key] = Outcome(ended, serial)
 
-    def _send_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
+    def _send_outcome(self, link: Link, key: RoomKey, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
-        outcome = known.outcomes.get(key)
-        if outcome is None or known.state is not PeerState.ATTACHED:
+        outcome = link.outcomes.get(key)
+        if outcome is None or link.state is not PeerState.ATTACHED:
             return
         ended = outcome.ended
         if ended.until_ns <= now_ns:
-            del known.outcomes[key]
+            del link.outcomes[key]
             return
-        pair = self._pair_key(key, known.peer, known.epoch)
+        pair = self._pair_key(key, link.peer, link.epoch)
         if ended.reason is Reason.NONE:
-            self._send(known.peer, Complete(pair))
+            self._send(link.peer, Complete(pair))
         else:
-            self._send(known.peer, Abort(pair, ended.reason, ended.text, outcome.serial))
-        self._repeat_later(key, known.peer, outcome.attempts, now_ns)
+            self._send(link.peer, Abort(pair, ended.reason, ended.text, outcome.serial))
+        self._repeat_later(key, link.peer, outcome.attempts, now_ns)
         self.counters["retries"] += outcome.attempts > 0
         outcome.attempts += 1
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
+    def _choose_way(self, room: TargetRoom, pair: TargetPair, link: Link, now_ns: int) -> bool:
         """Have the final way of a pair chosen; return False while the wire, on which it depends, is unknown."""
-        assert known.attach is not None
+        assert link.attach is not None
         assert pair.open is not None
         config = self.config
         needs_wire = self.links.has_probe and config.crossover.needs_wire(config.backend)
-        if needs_wire and not known.has_wire and self.links.awaits_wire(room.key, known, now_ns):
+        if needs_wire and not link.has_wire and self.links.awaits_wire(room.key, link, now_ns):
             return False
         choice = chosen_way(
             pair.open,
             config.crossover,
-            (config.backend, known.found_wire),
-            in_place=known.attach.in_place,
-            lane_bytes=known.attach.slab_bytes_max,
+            (config.backend, link.found_wire),
+            in_place=link.attach.in_place,
+            lane_bytes=link.attach.slab_bytes_max,
             ring_bytes=config.ring_bytes,
         )
         self.in_place_count -= pair.expects_bytes
@@ -673,8 +674,8 @@ class TargetSession:
         return True
 
     def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        known = self.peers[pair.peer]
-        if known.attach is None or not self._is_here(known, pair):
+        link = self.peers[pair.peer]
+        if link.attach is None or not self._is_here(link, pair):
             return
         first_time = pair.state is TargetPairState.WAITING
         fault = self.links.wire_fault_of(pair, now_ns) if first_time else ""
@@ -682,14 +683,14 @@ class TargetSession:
             self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
         if fault != "":
             return
-        if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
+        if pair.open is not None and not self._choose_way(room, pair, link, now_ns):
             return
         if first_time:
             if pair.route is not None:
-                known.claimed(room.key, pair.way)
+                link.claimed(room.key, pair.way)
                 self.counters[f"claims.{pair.way.label}.{pair.why.label}"] += 1
-            pair.pair = msgspec.structs.replace(pair.pair, source_epoch=known.epoch)
-            pair.engine = known.attach.engine
+            pair.pair = msgspec.structs.replace(pair.pair, source_epoch=link.epoch)
+            pair.engine = link.attach.engine
             self._claim_counts[pair.peer] += 1
             pair.serial = self._claim_counts[pair.peer]
         pair.step(TargetPairEvent.CLAIM)
@@ -706,13 +707,13 @@ class TargetSession:
             )
         self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 
-    def _on_wire_found(self, known: Peer, found: WireFound, now_ns: int) -> None:
-        if (found.source_epoch, found.target_epoch) != (known.epoch, self.config.epoch):
-            self._stale(found)
+    def _on_wire_found(self, link: Link, message: WireFound, now_ns: int) -> None:
+        if (message.source_epoch, message.target_epoch) != (link.epoch, self.config.epoch):
+            self._stale(message)
             return
-        known.heard_ns = now_ns
-        known.wire, known.wire_epoch = found.wire, found.source_epoch
-        for room, pair in self._rooms_of(known):
+        link.heard_ns = now_ns
+        link.wire, link.wire_epoch = message.wire, message.source_epoch
+        for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.WAITING:
                 self._send_claim(room, pair, now_ns)
 
@@ -723,26 +724,26 @@ class TargetSession:
         us = self.identity
         return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank, us.memory)
 
-    def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+    def _rooms_of(self, link: Link) -> list[tuple[TargetRoom, TargetPair]]:
         """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""
-        return [(room, room.pairs[known.peer]) for key in known.rooms if (room := self.rooms.get(key)) is not None]
+        return [(room, room.pairs[link.peer]) for key in link.rooms if (room := self.rooms.get(key)) is not None]
 
     @staticmethod
-    def _is_here(known: Peer, pair: TargetPair) -> bool:
+    def _is_here(link: Link, pair: TargetPair) -> bool:
         """Whether a pair's room names the address at which its source is dialled."""
-        return main_address(pair.address) == main_address(known.address)
+        return main_address(pair.address) == main_address(link.address)
 
-    def _is_elsewhere(self, known: Peer, pair: TargetPair) -> bool:
+    def _is_elsewhere(self, link: Link, pair: TargetPair) -> bool:
         """Whether a pair waits for a life at another address than the dialled one."""
-        return pair.state is TargetPairState.WAITING and not self._is_here(known, pair)
+        return pair.state is TargetPairState.WAITING and not self._is_here(link, pair)
 
-    def _rivals_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+    def _rivals_of(self, link: Link) -> list[tuple[TargetRoom, TargetPair]]:
         """Return a peer's rooms that wait for a life at another address than the dialled one."""
-        return [(room, pair) for room, pair in self._rooms_of(known) if self._is_elsewhere(known, pair)]
+        return [(room, pair) for room, pair in self._rooms_of(link) if self._is_elsewhere(link, pair)]
 
-    def _concerns(self, known: Peer, pair: TargetPair) -> bool:
+    def _concerns(self, link: Link, pair: TargetPair) -> bool:
         """Whether a pair was claimed, or would be at the address that is dialled now."""
-        return bool(pair.pair.source_epoch) or self._is_here(known, pair)
+        return bool(pair.pair.source_epoch) or self._is_here(link, pair)
 
     def _abort_pair(self, pair: TargetPair) -> None:
         """Abort the pair of a failed room; quarantine the memory that its writer may write."""
@@ -790,11 +791,11 @@ class TargetSession:
     def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
         room = self.rooms.get(key)
         pair = room.pairs.get(peer) if room is not None else None
-        known = self.peers.get(peer)
-        if known is None or known.state is not PeerState.ATTACHED:
+        link = self.peers.get(peer)
+        if link is None or link.state is not PeerState.ATTACHED:
             return
-        if key in known.outcomes:
-            self._send_outcome(known, key, now_ns)
+        if key in link.outcomes:
+            self._send_outcome(link, key, now_ns)
             return
         if room is None or pair is None:
             return
@@ -886,7 +887,7 @@ class TargetSession:
         self.table.drop(room)
         for peer, pair in room.pairs.items():
             self.in_place_count -= pair.expects_bytes
-            known = self.peers[peer]
-            known.rooms.pop(room.key, None)
-            if room.key not in known.outcomes:
+            link = self.peers[peer]
+            link.rooms.pop(room.key, None)
+            if room.key not in link.outcomes:
                 self._deadlines.repeats.clear((room.key, peer))

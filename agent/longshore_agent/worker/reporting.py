@@ -20,7 +20,7 @@ from longshore_agent.status.snapshot import SPANS_LISTED_MAX
 from longshore_agent.status.spans import Record, SpanRecorder, room_key
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
-from longshore_wire.links import Peer
+from longshore_wire.links import Link
 from longshore_wire.peer_messages import PairKey, RoomKey
 
 # Time between two turns of the thread.
@@ -64,7 +64,7 @@ class RoomReporter:
         self._thread = threading.Thread(target=self._run, name="room-reports", daemon=True)
         self._thread.start()
 
-    def ended(self, effect: RoomEnded, peers: Mapping[PeerId, Peer], now_ns: int) -> None:
+    def ended(self, effect: RoomEnded, peers: Mapping[PeerId, Link], now_ns: int) -> None:
         """Keep the end of a room. Called by the control thread."""
         if len(self._ends) >= _ENDS_MAX:
             self._metrics.add(_DROPPED)

@@ -46,7 +46,7 @@ from longshore_spec.status import (
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
-from longshore_wire.links import Peer, PeerState
+from longshore_wire.links import Link, PeerState
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.room import Ended, SourcePair, SourceRoom, TargetPair, TargetRoom
@@ -249,13 +249,13 @@ def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
         metrics.set("longshore_peer_wires", counts[wire], wire=wire)
 
 
-def _trouble(session: Session, peer: Peer) -> str:
+def _trouble(session: Session, peer: Link) -> str:
     if peer.state in (PeerState.REFUSED, PeerState.LOST):
         return peer.trouble
     return session.wire_fault(peer) if needs_wire(_ways(peer)) else ""
 
 
-def _ways(peer: Peer) -> tuple[str, ...]:
+def _ways(peer: Link) -> tuple[str, ...]:
     return tuple(sorted(way.label for way in peer.ways))
 
 
