@@ -86,6 +86,13 @@ def test_the_agents_image_for_cpus_has_no_tensor_library_no_compiler_and_one_bac
 
 
 @pytest.mark.shortest
+def test_the_agents_image_has_the_test_engine_and_nothing_else_of_the_laboratory(images: dict[str, Image]) -> None:
+    paths = [path for path in images["agent"].files if "/longshore_lab/" in path and path.endswith(".py")]
+    parts = {path.partition("/longshore_lab/")[2].partition("/")[0] for path in paths}
+    assert parts == {"__init__.py", "test_engine"}
+
+
+@pytest.mark.shortest
 @pytest.mark.parametrize("name", ["operator", "agent"])
 def test_an_image_runs_without_root_and_says_what_it_is(images: dict[str, Image], name: str) -> None:
     config = images[name].config
