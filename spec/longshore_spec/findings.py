@@ -15,7 +15,7 @@ RUNBOOKS = "docs/runbooks.md"
 
 
 class Subject(StrEnum):
-    """What a finding is about. Those of CRITICAL ones are the checks of `/readyz`."""
+    """The subject of a finding. The subjects of CRITICAL findings are the checks of `/readyz`."""
 
     SUPERVISOR = "Supervisor"
     ACCEPTING = "Accepting"

@@ -53,7 +53,7 @@ class Severity(Enum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What an agent finds wrong with itself. `longshore_spec.findings` lists all codes.
+    """One thing that an agent finds wrong with itself. `longshore_spec.findings` lists all codes.
 
     Attributes:
         code: a CamelCase word.
@@ -494,7 +494,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         return sum(worker.rooms_open for worker in self.workers)
 
     def without_measures(self) -> AgentStatus:
-        """Return this without what changes while nothing happens: ages, counts of bytes, rings, lanes and rooms."""
+        """Return this without ages, counts of bytes, rings, lanes and rooms, which change while nothing happens."""
         replace = msgspec.structs.replace
         workers = tuple(
             replace(

@@ -313,6 +313,7 @@ DIRECT = {"peers": (scene.peer("b", "Unknown", ways=("direct",)),)}
         ("rooms", [worker("a")], {}, {}, "ok", "no room is open for long"),
         ("limits", [], {}, {}, "ok", "1048576"),
         ("limits", [], {"node_facts": scene.NodeFacts(descriptors=1024)}, {}, "warning", "FewDescriptors: n-0: the agent may open 1024"),
+        ("limits", [], {"node_facts": scene.NodeFacts(descriptors=9999, infiniband=("uverbs0",))}, {}, "ok", "9999 files or more, and those with RDMA devices may lock"),
         ("limits", [], {"node_facts": RDMA}, {}, "warning", "LowMemlock: n-0: the agent may lock 8388608 bytes"),
         ("devices", [], {"node_facts": RDMA}, {}, "ok", "RDMA devices on n-0"),
         ("devices", [], {}, {"agents": {"gpuAccess": "CDI"}}, "warning", "n-0"),

@@ -25,7 +25,7 @@ from longshore_agent.status.metrics import CONTENT_TYPE, MetricsSnapshot, judged
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_agent.transports.own_network import host_identity
-from longshore_spec.status import AgentStatus, InstanceStatus
+from longshore_spec.status import AgentStatus, InstanceStatus, Severity
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 
@@ -131,7 +131,8 @@ def _add_health(app: FastAPI, source: StatusSource, judge: Judge) -> None:
     def metrics() -> Response:
         """All metrics of the supervisor and of each worker, for Prometheus."""
         snapshot = _asked(source)
-        findings, ready = judge.findings(snapshot), judge.readiness(snapshot).ok
+        findings = judge.findings(snapshot)
+        ready = all(finding.severity is not Severity.CRITICAL for finding in findings)
         counts = {SUPERVISOR: (*judged(findings, "", ready=ready), *snapshot.metrics.series)}
         counts |= {
             worker.worker: (*judged(findings, worker.worker), *worker.metrics.series) for worker in snapshot.workers

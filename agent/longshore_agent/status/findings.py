@@ -116,12 +116,11 @@ class Judge:
 
 def findings(snapshot: AgentSnapshot, rules: Rules) -> tuple[Finding, ...]:
     """Return what is wrong with an agent, the worst first. Workers and peers of `longshore verify` count only as workers."""
-    found = [*_of_agent(snapshot, rules)]
+    listed = [*_of_agent(snapshot, rules), *_dying(snapshot), *_of_workers(snapshot, rules)]
     for worker in snapshot.workers:
-        found += _of_worker(worker, snapshot, rules)
         if not worker.worker.startswith(TEST_INSTANCE_PREFIX):
-            found += _of_bytes(worker, rules)
-    return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
+            listed += _of_bytes(worker, rules)
+    return tuple(sorted(listed, key=lambda finding: _SEVERITIES.index(finding.severity)))
 
 
 def liveness(snapshot: AgentSnapshot) -> Verdict:
@@ -131,15 +130,10 @@ def liveness(snapshot: AgentSnapshot) -> Verdict:
 
 def readiness(snapshot: AgentSnapshot, rules: Rules) -> Verdict:
     """Return whether engines may use this agent, with all checks."""
-    workers = [
-        finding
-        for finding in findings(snapshot, rules)
-        if finding.severity is Severity.CRITICAL and KINDS[finding.code].subject is Subject.WORKERS
-    ]
     served = _check(Subject.WORKERS, "WorkersReady", f"{len(snapshot.workers)} workers")
-    if workers:
-        served = _check(Subject.WORKERS, workers[0].code, "; ".join(finding.text for finding in workers), ok=False)
-    return Verdict.of([_supervisor(snapshot), _accepting(snapshot), _self_test(snapshot, rules), served])
+    if faults := [*_dying(snapshot), *_of_workers(snapshot, rules)]:
+        served = _check(Subject.WORKERS, faults[0].code, "; ".join(finding.text for finding in faults), ok=False)
+    return Verdict.of([*_checks(snapshot, rules), served])
 
 
 def _check(subject: Subject, reason: str, message: str, *, ok: bool = True) -> Check:
@@ -166,13 +160,21 @@ def _accepting(snapshot: AgentSnapshot) -> Check:
     return _check(Subject.ACCEPTING, "Accepting", "the agent takes engines")
 
 
-def _of_agent(snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:
-    """Yield the findings that are about no single worker."""
-    for check in (_supervisor(snapshot), _accepting(snapshot), _self_test(snapshot, rules)):
-        if not check.ok:
-            yield _finding(check.reason, check.message, way_out=_out_of_memory(check.message, snapshot))
+def _checks(snapshot: AgentSnapshot, rules: Rules) -> tuple[Check, ...]:
+    """Return the checks of the agent itself."""
+    return _supervisor(snapshot), _accepting(snapshot), _self_test(snapshot, rules)
+
+
+def _dying(snapshot: AgentSnapshot) -> Iterator[Finding]:
     for text in snapshot.dying:
         yield _finding("WorkersDying", text, way_out=_out_of_memory(text, snapshot))
+
+
+def _of_agent(snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:
+    """Yield the findings that are about no worker."""
+    for check in _checks(snapshot, rules):
+        if not check.ok:
+            yield _finding(check.reason, check.message, way_out=_out_of_memory(check.message, snapshot))
     if count := snapshot.restarts_lately:
         yield _finding("WorkersRestarted", f"{count} workers were restarted in the last {LATELY_S / 60:.0f} minutes")
     facts = snapshot.node_facts
@@ -181,6 +183,11 @@ def _of_agent(snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:
     if facts.infiniband and facts.memlock_bytes is not None and facts.memlock_bytes < rules.staging_bytes:
         text = f"the agent may lock {facts.memlock_bytes} bytes, and one rank's staging has {rules.staging_bytes}"
         yield _finding("LowMemlock", text)
+
+
+def _of_workers(snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:
+    for worker in snapshot.workers:
+        yield from _of_worker(worker, snapshot, rules)
 
 
 def _of_worker(worker: WorkerSnapshot, snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:

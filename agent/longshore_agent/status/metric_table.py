@@ -108,7 +108,7 @@ TABLE: tuple[Metric, ...] = (
         Kind.GAUGE,
         "findings",
         ("code",),
-        "What `/v1/status` says is wrong. Workers have no series for a code without findings.",
+        "Findings of `/v1/status`, by code. A worker has no series for a code without findings.",
     ),
     Metric(
         "longshore_stage_seconds",

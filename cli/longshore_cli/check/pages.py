@@ -112,17 +112,20 @@ def _all_well(section: str, spec: Spec, answers: Answers, workers: Sequence[_Wor
     held = max((one.body.ring.held_share for one in workers if one.body.ring), default=0.0)
     yield ok(section, "quarantine", f"at most {held:.0%} of a ring is in quarantine")
     yield ok(section, "rooms", "no room is open for long")
-    on_gpus = count(len([one for one in workers if one.body.device != "cpu"]), "worker")
-    if spec.gpu.mps and on_gpus.startswith("0 "):
+    gpu_count = sum(one.body.device != "cpu" for one in workers)
+    on_gpus = count(gpu_count, "worker")
+    if spec.gpu.mps and not gpu_count:
         text = "gpu.mps is true, and no worker has a GPU yet"
         link = KINDS["GpuNotShared"].link
         yield warning(section, "mps", text, "check again when engines have registered", link)
     elif spec.gpu.mps:
         yield ok(section, "mps", f"the GPUs of {on_gpus} are shared by MPS")
-    if not on_gpus.startswith("0 "):
+    if gpu_count:
         yield ok(section, "peer-access", f"the GPUs of {on_gpus} can be written by all others of their node")
     descriptors = min(page.node_facts.descriptors for _, page in answers)
-    yield ok(section, "limits", f"agents may open {descriptors} files or more, and lock their staging")
+    with_rdma = any(page.node_facts.infiniband for _, page in answers)
+    locks = ", and those with RDMA devices may lock their staging" if with_rdma else ""
+    yield ok(section, "limits", f"agents may open {descriptors} files or more{locks}")
 
 
 def _reached(section: str, reached: Sequence[Reached]) -> Line:
