@@ -388,6 +388,7 @@ def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobod
     world.rooms.carry_out([OFFER, REPORT])
     world.look_until(lambda: next(iter(world.rooms._open.values())).half.refused)
     assert world.sent == set()
+    world.expect(OfferMessage)
     (offer,) = world.heard(OfferMessage)
     if answer_late:
         world.agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
@@ -395,4 +396,4 @@ def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobod
         world.agent.say(event(FAILED, reason=Reason.CANCELLED))
         world.agent.say(event(RELEASED))
     world.look_until(lambda: world.sent == {"p"})
-    assert world.heard(Cancel)
+    world.expect(Cancel)
