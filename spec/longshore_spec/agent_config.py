@@ -118,14 +118,6 @@ class Backend(Enum):
         return self is not Backend.LOOPBACK
 
 
-class StagingMode(Enum):
-    """Whether staging buffers may, must or must not be used; see plan.Staging."""
-
-    AUTO = "Auto"
-    ALWAYS = "Always"
-    NEVER = "Never"
-
-
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The deployment that the agent serves."""
 
@@ -200,7 +192,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Settings of the transfer. `wires` are the allowed ones; empty allows any."""
 
     backend: Backend = Backend.NIXL
-    staging: StagingMode = StagingMode.AUTO
+    staging: Staging = Staging.AUTO
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 8192
     wires: tuple[Wire, ...] = ()
 
@@ -272,7 +264,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     def plan(self) -> Plan:
         """Return the plan between the declared layouts. Raises LayoutError if there is none."""
         source, target = self.prefill.layout(self.model), self.decode.layout(self.model)
-        return plan(source, target, staging=Staging[self.transfer.staging.name])
+        return plan(source, target, staging=self.transfer.staging)
 
     def summary(self) -> Summary:
         """Return the plan's numbers. The lane's buffer and the ring's share limit the size of a slab. Raises as `plan`."""

@@ -269,7 +269,7 @@ def test_the_smallest_staging_that_a_manifest_may_ask_for_makes_an_agent_that_st
 
 def test_variables_count_more_than_the_config_file() -> None:
     wires = (Wire.TCP, Wire.RDMA)
-    staging = agent_config.StagingMode.ALWAYS
+    staging = Staging.ALWAYS
     transfer = agent_config.Transfer(wires=wires, staging=staging, chunk_tokens=4096)
     base = Settings.from_config(config(transfer=transfer, control=agent_config.Control(network_policy=True)))
     assert (base.wires, base.staging) == ((Wire.TCP, Wire.RDMA), Staging.ALWAYS)

@@ -23,7 +23,6 @@ from longshore_spec.agent_config import (
     Order,
     Prefill,
     PrefillStaging,
-    StagingMode,
     Transfer,
     dump,
     load,
@@ -33,7 +32,7 @@ from longshore_spec.strict_document import DOCUMENT_BYTES_MAX
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import PageOrder
 from longshore_wire.names import Wire
-from longshore_wire.ways import Way
+from longshore_wire.ways import Staging, Way
 
 YAML = """
 apiVersion: longshore.dev/v1alpha1
@@ -265,7 +264,7 @@ CONFIGS = st.builds(
     transfer=st.builds(
         Transfer,
         backend=st.sampled_from(Backend),
-        staging=st.sampled_from(StagingMode),
+        staging=st.sampled_from(Staging),
         wires=st.lists(st.sampled_from(Wire), unique=True).map(tuple),
     ),
     control=st.builds(

@@ -17,7 +17,7 @@ Called by the plan, the protocol cores, the agent's `/v1/plan` and `longshore an
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -46,12 +46,12 @@ class Way(Labelled):
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
 
 
-class Staging(IntEnum):
+class Staging(Enum):
     """Whether staging buffers may, must or must not be used: `transfer.staging` of the configuration."""
 
-    AUTO = 0
-    ALWAYS = 1
-    NEVER = 2
+    AUTO = "Auto"
+    ALWAYS = "Always"
+    NEVER = "Never"
 
 
 class Why(Labelled):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from longshore_cli.analyze.findings import By, Finding, warning
 from longshore_cli.analyze.sizes import GPU, RingSizes, Sizes, variables
 from longshore_spec import names
-from longshore_spec.agent_config import Attention, Backend, StagingMode, Target, opens_data_ports
+from longshore_spec.agent_config import Attention, Backend, Target, opens_data_ports
 from longshore_spec.manifest import Spec, UpdateType
 from longshore_spec.node_groups import groups
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
 from longshore_wire.names import ENVIRONMENT_PREFIX
-from longshore_wire.ways import Why
+from longshore_wire.ways import Staging, Why
 
 # Of one pair in one room. A slab takes 130 us or more on a GPU, so that these take 0.1 s beside their bytes.
 SLABS_WARNED = 1000
@@ -64,7 +64,7 @@ def _gpus(spec: Spec, found: Sizes) -> Iterator[Finding]:
     on_gpus = GPU in found.devices.values()
     apart = not any(group.roles == names.BOTH for group in groups(spec))
     where = "rooms between GPUs of two agents are refused" + (", and the selectors leave no other" if apart else "")
-    if on_gpus and spec.transfer.staging is StagingMode.NEVER:
+    if on_gpus and spec.transfer.staging is Staging.NEVER:
         yield warning(By.AGENTS, "spec.transfer.staging", f"it is Never: {where}; set it to Auto")
     elif on_gpus and spec.model.attention is Attention.MLA:
         yield warning(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from longshore_spec import names
-from longshore_spec.agent_config import AgentConfig, StagingMode, Target
+from longshore_spec.agent_config import AgentConfig, Target
 from longshore_spec.agent_memory import host_worker_count, needed_bytes, rank_count, resources, staging_bytes
 from longshore_spec.agent_pods import merged
 from longshore_spec.manifest import Spec
@@ -226,7 +226,7 @@ def _planned(
 ) -> tuple[Plan, tuple[WayOf, ...]]:
     """Return the plan between two agents, and the ways between two agents and within one."""
     source, target = config.prefill.layout(config.model), config.decode.layout(config.model)
-    asked = Staging[config.transfer.staging.name]
+    asked = config.transfer.staging
     target_on_gpu = devices[names.DECODE] == GPU and config.decode.target is Target.DEVICE
     places = {"in_place": devices[names.PREFILL] == CPU, "target_in_place": not target_on_gpu}
     far = Reach.of(asked, near=False, **places)
@@ -271,7 +271,7 @@ def _word(way: Way) -> str:
 def _meaning(choice: Choice, config: AgentConfig) -> str:
     """Return the reason of a way in words."""
     given = config.transfer.staging
-    staging = f"transfer.staging is {given.value}" if given is not StagingMode.AUTO else "pages are on a GPU"
+    staging = f"transfer.staging is {given.value}" if given is not Staging.AUTO else "pages are on a GPU"
     return {
         Why.STAGING: staging,
         Why.NEAR: "one copy from pages to pages",

@@ -10,9 +10,9 @@ import msgspec
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
 from longshore_cli.words import binary
-from longshore_spec.agent_config import AgentConfig, StagingMode
+from longshore_spec.agent_config import AgentConfig
 from longshore_wire.plan import Plan
-from longshore_wire.ways import Way
+from longshore_wire.ways import Staging, Way
 
 _HEADER = ["prefill", "decode", "memory", "way", "wire", "GB/s", "expected", "verdict"]
 _LOAD_HEADER = ["memory", "room", "at a time", "pairs", "rooms", "failed", "p50 ms", "p99 ms", "GB/s"]
@@ -44,7 +44,7 @@ def plan_line(plan: Plan, config: AgentConfig) -> str:
     """Return what the deployment's layouts plan for a room, before its wire is known."""
     staging = config.transfer.staging.value
     text = f"plan: {len(plan.pairs)} pairs of ranks, {plan.way.label}"
-    if plan.way is not Way.STAGED or config.transfer.staging is not StagingMode.AUTO:
+    if plan.way is not Way.STAGED or config.transfer.staging is not Staging.AUTO:
         return f"{text} (transfer.staging: {staging})"
     return f"{text}; with transfer.staging: {staging}, decode may choose in place by the measurements for a wire"
 
