@@ -380,6 +380,7 @@ def long_place(request, tmp_path_factory):
     world.close()
 
 
+@FURTHER
 def test_a_prompt_of_131072_tokens_moves_with_the_buffers_and_sockets_that_one_has_by_default(long_place):
     chunk = 8192
     source, target = long_place.source, long_place.target

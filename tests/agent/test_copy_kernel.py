@@ -99,7 +99,9 @@ def test_an_interpreted_scatter_writes_what_the_reference_writes(shape: Shape, i
     assert interpreter.run("check_scatter", shape, requests_of(shape), "cpu") > 0
 
 
-@pytest.mark.parametrize("name", few(NAMES, *(NAMES.keys() - {"pages of 64 to pages of 256", "4 bytes"})))
+@pytest.mark.parametrize(
+    "name", few(NAMES, *(NAMES.keys() - {"pages of 64 to pages of 256", "4 bytes", "HND to NHD in larger pages"}))
+)
 def test_interpreted_pages_of_another_layout_hold_what_the_reference_writes(
     name: str, interpreter: KernelProcess
 ) -> None:
@@ -128,7 +130,7 @@ def test_opaque_pages_are_copied_whole(blob_bytes: int, interpreter: KernelProce
     assert interpreter.run("check_direct", shape, shape, requests, CPU) > 0
 
 
-@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+@pytest.mark.parametrize("shift", few({"1": 1, "2": 2, "4": 4, "8": 8}, "1", "8"))
 def test_pages_and_slabs_at_odd_addresses_are_copied_all_the_same(shift: int, interpreter: KernelProcess) -> None:
     shape = Shape(layers=2, heads=2, page_count=4)
     request = [((4, 30), range(2), range(2))]

@@ -195,7 +195,7 @@ def test_an_interrupt_ends_test_engines_that_hang_at_their_start(fleet: Fleet) -
                 line.close()
 
 
-@pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ended", [pytest.param(signal.SIGINT, marks=pytest.mark.rest("benches")), signal.SIGKILL])
 def test_a_command_that_is_killed_leaves_neither_processes_nor_instances(fleet: Fleet, ended: signal.Signals) -> None:
     # More rooms than it can move before it is killed.
     more = ["--repeats", "255", "--size", "4Mi"]

@@ -239,7 +239,7 @@ def arguments_of(call: Call, name: str, data: st.DataObject) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "argument"), [(name, key) for name, call in CALLS.items() for key in call.wrong])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_wrong_argument_is_refused_by_name_and_nothing_is_sent(place, name, argument, data) -> None:
     agent, client = place
@@ -252,7 +252,7 @@ def test_a_wrong_argument_is_refused_by_name_and_nothing_is_sent(place, name, ar
 
 
 @pytest.mark.parametrize(("name", "argument"), [(name, key) for name, call in FREE_CALLS.items() for key in call.wrong])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_wrong_argument_of_a_function_is_refused_by_name_and_nothing_is_left_open(name, argument, data) -> None:
     before = open_descriptors()

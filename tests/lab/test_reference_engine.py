@@ -119,7 +119,7 @@ def test_the_next_token_depends_on_the_prompt_and_is_not_a_constant(engine: Engi
     assert len(firsts) > 10
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 37, 300])
+@pytest.mark.parametrize("chunk_tokens", [37, *(pytest.param(tokens, marks=FURTHER) for tokens in (1, 300))])
 def test_a_chunked_prefill_gives_the_tokens_of_an_unchunked_one(engine: EngineRank, chunk_tokens: int) -> None:
     prompt = make_prompt(2, 301 if chunk_tokens > 1 else 40)
     assert tokens_of(engine.generate(prompt, 8, chunk_tokens)) == tokens_of(engine.generate(prompt, 8, 10_000))
@@ -208,7 +208,7 @@ def test_the_region_cannot_be_shrunk_under_another_process() -> None:
     rank.close()
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [3, *(pytest.param(tp, marks=FURTHER) for tp in (2, 4))])
 def test_the_ranks_shares_of_a_layer_put_together_are_the_full_layer(tp: int) -> None:
     config = ModelConfig()
     full = full_layer(config, 3, 1)

@@ -24,6 +24,7 @@ SKIPS = {
 
 
 LIMIT_S = 120.0
+FURTHER = pytest.mark.rest("storms")
 # An agent, a network namespace, a file in shared memory, and a semaphore; they exist when the file of this name does, which
 # has the path of the semaphore.
 STARTS = """
@@ -97,8 +98,8 @@ def test_a_line_of_the_list_without_a_reason_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("processes", [2, pytest.param(0, marks=pytest.mark.rest("storms"))])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=FURTHER), signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("processes", [2, pytest.param(0, marks=FURTHER)])
 def test_a_run_that_is_ended_leaves_no_process_no_network_and_no_shared_memory(
     processes: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
