@@ -300,8 +300,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
         assert set(scene.target[slab * step : (slab + 1) * step].tolist()) == {slab + 1}
 
 
-def test_over_cuda_ipc_no_access_is_revocable_and_nothing_notifies(scene: Scene) -> None:
-    assert not scene.near.revocable
+def test_over_cuda_ipc_nothing_notifies(scene: Scene) -> None:
     assert not scene.near.notifies
 
 

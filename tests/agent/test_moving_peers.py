@@ -35,7 +35,6 @@ RING = RegionInfo(1 << 30, 1 << 20)
 class PlayedTransport:
     """A transport that connects any peer. The test ends its probes."""
 
-    revocable: frozenset[Wire] = frozenset()
     announced_by_message: frozenset[Wire] = frozenset()
 
     def __init__(self) -> None:

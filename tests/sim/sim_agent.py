@@ -30,7 +30,6 @@ class Agent:
         eager: its workers tick the core in each turn, as real workers do, not only when something is due.
         turn_ns: the time until a worker handles an arrival.
         wire: the wire to a target that sources find; empty: none.
-        revocable: whether a transport revokes a lost writer's access.
     """
 
     world: World
@@ -40,7 +39,6 @@ class Agent:
     turn_ns: int = 20 * US
     start_ns: int = 200 * MS
     wire: str = ""
-    revocable: bool = False
     alive: bool = True
     slots: dict[PeerId, Worker | None] = field(default_factory=dict)
     epoch: int = 0

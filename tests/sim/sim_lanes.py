@@ -37,7 +37,6 @@ class Job:
     fate: Write
     target: Worker | None = None
     lands_ns: int = 0
-    access: int = 0  # of this worker's access to its target's memory, when the write began
     begun: bool = False
     cancelled: bool = False
     settled: bool = False  # the fate of its bytes is known
@@ -138,7 +137,7 @@ class Lanes:
             job.cancelled = True
             worker.deliver(self._written, job)
             return
-        job.begun, job.access = True, job.target.access.get(worker.epoch, 0)
+        job.begun = True
         if effect.way is Way.DIRECT and not job.target.alive:
             # Its agent starts the next worker only after the neighbours have unmapped the dead worker's pools.
             job.lost = job.settled = True
@@ -173,9 +172,6 @@ class Lanes:
                 target.lanes._comes(job, worker, AGAIN_NS)
             return
         job.settled = True
-        if job.access != target.access.get(worker.epoch, 0) and not direct:
-            job.lost = True
-            return
         self._world.say(repr(worker), f"slab {job.effect.slab} of room {job.effect.pair.key.room} lands at {target}")
         target.lanes.take(job)
 

@@ -72,7 +72,6 @@ class Mix:
     shape_weights: tuple[int, ...] = SHAPE_WEIGHTS
     wire: bool = False
     near: bool = False
-    revocable: bool = False
     clocks_ns: int = 20 * MS  # how far the clocks of hosts are apart
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -155,7 +154,6 @@ MIXES: dict[str, Mix] = {
         shape_weights=(1,),
     ),
     "near": Mix(Odds(slow_write=0.1, slow_write_ns=50 * MS), {"cancel": (0, 10), "kill_worker": (0, 2)}, near=True),
-    "revocable": Mix(LATE, {"cut": (0, 1), "cancel": (0, 10), "kill_worker": (0, 1)}, revocable=True),
     "contradictions": Mix(Odds(repeat=0.1), {"cancel": (0, 3)}, lies=0.3, reasons=CANCELS | {Reason.TOTAL_MISMATCH}),
     "few rooms": Mix(
         Odds(repeat=0.1), {"cancel": (0, 5), "kill_worker": (0, 1)}, settings={"rooms_max": 4, "ended_rooms_max": 64}

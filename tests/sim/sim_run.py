@@ -106,7 +106,6 @@ class Run:
                 eager=scenario.eager,
                 turn_ns=scenario.turn_ns,
                 wire=scenario.wire,
-                revocable=scenario.revocable,
             )
             for host in hosts
         ]

@@ -97,7 +97,6 @@ class Scenario:
     eager: bool = False
     turn_ns: int = 20_000
     wire: str = ""
-    revocable: bool = False
     near: bool = False
     on_gpu: bool = False
     codec: bool = False
@@ -167,7 +166,6 @@ def scenario(mix_name: str, seed: int) -> Scenario:
         eager=draw.random() < 0.3,
         turn_ns=draw.choice((20_000, 20_000, 2 * MS)),
         wire="sim" if mix.wire else "",
-        revocable=mix.revocable,
         near=mix.near,
         on_gpu=mix.near and mix.host_memory,
         codec=draw.random() < 0.1,

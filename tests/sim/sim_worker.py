@@ -98,7 +98,6 @@ class Worker:
         self.names: dict[Worker, PeerId] = {}  # a source's: who a target is, by its Attach
         self.attached: set[PeerId] = set()
         self.connections: dict[PeerId, str] = {}  # a target's
-        self.access: dict[int, int] = {}  # by the epoch of a writer: how often it was taken from it
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._wake_ns: int | None = None
@@ -353,9 +352,6 @@ class Worker:
             known = self.routes.get(effect.peer)
             if known is not None and known.epoch == effect.epoch:
                 del self.routes[effect.peer]
-        elif self.agent.revocable:
-            self.access[effect.epoch] = self.access.get(effect.epoch, 0) + 1
-            self.core.peer_revoked(effect.peer, self.clock())
 
     def _dial(self, effect: Dial) -> None:
         self.connections[effect.peer] = effect.address

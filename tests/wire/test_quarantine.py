@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
-from core_outputs import effects_of
 from source_voice import attach_to, drain_writers
 from two_writers import FIRST, KEY, SECOND, Scene
 
-from longshore_wire.effects import SECOND_NS, PeerGone, RoomReleased
+from longshore_wire.effects import SECOND_NS
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Attach, EndAck, RoomKey, WireFound
-from longshore_wire.ways import Way
 
 
 def test_memory_comes_back_writer_by_writer_when_each_has_ended_its_writes_and_says_so() -> None:
@@ -78,24 +75,6 @@ def test_the_next_life_of_a_writer_is_proof_that_the_last_ones_writes_are_over()
     assert scene.held == both
     assert set(drain_writers(scene.target, 0)) == {7}
     assert 0 < scene.held < both
-
-
-@pytest.mark.parametrize("way", [Way.STAGED, Way.DIRECT])
-def test_a_lost_writer_whose_access_was_taken_away_frees_its_memory_but_not_pages_that_it_has_mapped(way: Way) -> None:
-    scene = Scene.given_up(way)
-    held, now_ns = scene.held, 6 * SECOND_NS
-    scene.target.peer_revoked(FIRST, 0)
-    # Not while it is attached: only a lost peer's access is revoked.
-    assert scene.held == held
-    scene.target.tick(now_ns)
-    effects = effects_of(scene.target)
-    assert {effect.peer for effect in effects if isinstance(effect, PeerGone)} == {FIRST, SECOND}
-    scene.target.peer_revoked(FIRST, now_ns)
-    scene.target.peer_revoked(SECOND, now_ns)
-    released = [effect for effect in effects_of(scene.target) if isinstance(effect, RoomReleased)]
-    assert scene.held == 0
-    assert (KEY in scene.target.rooms) is (way is Way.DIRECT)
-    assert not released
 
 
 def test_what_a_source_says_of_the_wire_frees_nothing() -> None:

@@ -437,29 +437,20 @@ class TargetSession:
         if (link := self.peers.get(peer)) is not None:
             self._writer_dead(link, epoch, now_ns)
 
-    def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
-        """The transport has revoked a lost source's access to our memory, whether or not the source lives."""
-        link = self.peers.get(peer)
-        if link is not None and link.state is PeerState.LOST:
-            for epoch in list(link.writers):
-                self._writer_dead(link, epoch, now_ns, revoked=True)
-
     def _drain(self, link: Link, epoch: int) -> None:
         """Request a drain of an ended life's bytes, if it may have written our memory."""
         if epoch in link.writers:
             self._effect(DrainWriter(link.peer, epoch, link.writers[epoch].address))
 
-    def _writer_dead(self, link: Link, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
+    def _writer_dead(self, link: Link, epoch: int, now_ns: int) -> None:
         """Free the memory that one life of a source may have written. The only place that treats a writer as dead.
 
-        The caller has one of three proofs. The life's address refuses connections (`peer_dead`). Or another life or worker is
+        The caller has one of two proofs. The life's address refuses connections (`peer_dead`). Or another life or worker is
         attached there, since only one process can own an address (`_on_attach`). Both count once all data of the life has been
-        read. Or the transport has revoked its access (`revoked`), which does not cover pages that a worker of this node has
-        mapped. A newer epoch at another address is no proof, since two engines may have the same name.
+        read. A newer epoch at another address is no proof, since two engines may have the same name.
         """
         for room, pair in self._rooms_of(link):
-            is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
-            if is_writer and not (revoked and pair.way is Way.DIRECT):
+            if pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch:
                 self._confirm(room, pair)
         self._pump(now_ns)
 

@@ -17,7 +17,7 @@ Called by the plan, the protocol cores, the agent's `/v1/plan` and `longshore an
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import msgspec

@@ -78,9 +78,6 @@ class Transport(Protocol):
         notifies: True: the transport itself delivers a write's notice to the target, after the bytes. False: `draft`
             ignores `notice`, the worker sends a control message after DONE, and bytes arrive without a call of
             `notices`.
-        revocable: the wires over which `disconnect` revokes a peer's access: no byte of it lands here afterwards, not
-            even of a write that had begun. The contract suite proves it by writes after revocation, for these wires
-            only. Over other wires, only the peer's confirmation, its end or ours proves memory free.
         announced_by_message: the wires over which the worker's control message announces a slab; all if `notifies` is
             False.
         swift: the other wires over which a slab takes microseconds: a target then polls for notices without sleeping.
@@ -89,7 +86,6 @@ class Transport(Protocol):
 
     backend: str
     notifies: bool
-    revocable: frozenset[Wire]
     announced_by_message: frozenset[Wire]
     swift: frozenset[Wire]
     driven: frozenset[Wire]

@@ -150,7 +150,6 @@ class MooncakeTransport(CheckedTransport[Peer]):
     backend = "Mooncake"
     magic = b"LSMOON01"
     notifies = False
-    # Nothing is revocable: the target does not check the sender, and a request that has begun continues to its end.
     announced_by_message = frozenset(Wire)
 
     def __init__(

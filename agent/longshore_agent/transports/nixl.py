@@ -103,7 +103,6 @@ class NixlTransport(TransportBase[NixlPeer]):
     backend = "NIXL"
     magic = nixl_library.MAGIC
     notifies = True
-    # Nothing is revocable: a peer's write lands even after `disconnect`.
     # A write over shared memory ends only after the target has taken the previous write's notice: a lane would wait for
     # the target's next poll, 1 ms or more.
     announced_by_message = frozenset({Wire.SHARED_MEMORY})

@@ -260,7 +260,6 @@ class TransportBase(Generic[_Peer]):
 
     backend: str
     magic: bytes
-    revocable: frozenset[Wire] = frozenset()
     announced_by_message: frozenset[Wire] = frozenset()
     swift: frozenset[Wire] = frozenset()
     driven: frozenset[Wire] = frozenset()

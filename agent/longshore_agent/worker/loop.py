@@ -270,7 +270,7 @@ class Worker:
             except TransportError as error:
                 session.refuse(effect.peer, error.reason, str(error), now_ns)
         elif isinstance(effect, PeerGone):
-            self._peer_gone(half, session, effect, now_ns)
+            self._peer_gone(half, effect)
         elif isinstance(effect, HangUp):
             self.net.hang_up(effect.peer)
         elif isinstance(effect, ProbeLiveness):
@@ -282,15 +282,12 @@ class Worker:
         else:
             self.metrics.add("longshore_stale_messages_total", 1, message=effect.message)
 
-    def _peer_gone(self, half: Half, session: Session, effect: PeerGone, now_ns: int) -> None:
-        known = session.peers.get(effect.peer)
-        revoked = self.mover.disconnect(half, effect.peer, known.wire if known is not None else "")
+    def _peer_gone(self, half: Half, effect: PeerGone) -> None:
+        self.mover.disconnect(half, effect.peer)
         if half is Half.SOURCE:
             self.net.forget(effect.peer, effect.epoch)
-            return
-        self.net.shut_out(effect.peer)
-        if revoked and self.target is not None:
-            self.target.peer_revoked(effect.peer, now_ns)
+        else:
+            self.net.shut_out(effect.peer)
 
     def _dial(self, effect: Dial, now_ns: int) -> None:
         assert self.target is not None

@@ -125,22 +125,17 @@ class Mover:
         if half is Half.SOURCE and first and probe is not None:
             self._runner.probe(WireProbe(effect.peer, name, probe, effect.attach.epoch))
 
-    def disconnect(self, half: Half, peer: PeerId, wire: str = UNKNOWN_WIRE) -> bool:
+    def disconnect(self, half: Half, peer: PeerId) -> None:
         """Forget a peer of one half. If no half uses the peer, disconnect the transport from it.
 
-        Args:
-            wire: the wire of its writes to this worker, as far as it is known.
-        Returns:
-            Whether its access was revoked, so that none of its writes can land here any more.
+        Writes of the peer may still land here.
         """
         name = self.peers.remove(half, peer)
         if half is Half.SOURCE:
             self.neighbours.pool_gone(peer)
-        if name is None:
-            return False
-        self.resources.transport.disconnect(name)
-        self.disconnected_count += 1
-        return wire in self.resources.transport.revocable
+        if name is not None:
+            self.resources.transport.disconnect(name)
+            self.disconnected_count += 1
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
         """Return the transport's notices of arrival. Count and drop invalid ones, and drop those of unknown peers."""
