@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 from core_outputs import effects_of, messages_of
@@ -126,17 +127,44 @@ def test_a_failure_that_a_prefill_worker_had_heard_of_is_told_to_its_next_life()
     assert KEY not in scene.sources[FIRST].rooms
 
 
-def test_the_next_engine_of_a_name_is_told_nothing_of_the_rooms_that_the_last_one_had() -> None:
-    scene = Scene.of()
+def _fail_then_lose_all(scene: Scene) -> None:
     scene.target.cancel(KEY, Reason.CANCELLED, "enough", scene.now_ns)
     scene.settle()
 
+
+def _lose_worker_and_engine_at_once(scene: Scene) -> None:
+    """The worker can tell nobody that its engine has ended."""
+    scene.offer(KEY.room)
+    scene.settle()
+    scene.target.peer_dead(FIRST, 7, scene.now_ns)
+
+
+def _complete_and_lose_all(scene: Scene) -> None:
+    """Decode has all of the first source's part, and waits for the second one."""
+    scene.offer(KEY.room)
+    _deliver_without_acknowledgements(scene)
+
+
+ENDS = [_fail_then_lose_all, _lose_worker_and_engine_at_once, _complete_and_lose_all]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_next_engine_of_a_name_is_told_nothing_of_the_rooms_that_the_last_one_had(
+    end: Callable[[Scene], None],
+) -> None:
+    scene = Scene.of()
+    end(scene)
+
     scene.restart(FIRST)
     object.__setattr__(scene.sources[FIRST].config, "engine", 2)
-    _pass(scene, 8)
-
     # It may use the same room id.
     scene.sources[FIRST].offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    _pass(scene, 8)
+    assert scene.half(FIRST, KEY.room) is None
+
+    # The last engine's room ends only now, if it had not ended.
+    scene.target.cancel(KEY, Reason.CANCELLED, "enough", scene.now_ns)
+    _pass(scene, 8)
     assert scene.half(FIRST, KEY.room) is None
 
 

@@ -73,6 +73,7 @@ class Outcome:
     """The end of a pair, not yet acknowledged by its source. Reason NONE: the pair is complete."""
 
     ended: Ended
+    engine: int  # the life of the source's engine that had the room; 0: not known
     serial: int = 0  # of the claim; 0: it was never claimed
     attempts: int = 0
 

@@ -599,37 +599,36 @@ class TargetSession:
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns))
-                self._note_outcome(link, room.key, ended, pair.serial)
+                link.outcomes[room.key] = Outcome(ended, pair.engine, pair.serial)
         if link.queued_epoch == attach.epoch:
             return
         link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
-                # Another engine of the same name never had the room.
-                if life.peer == link.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
-                    self._note_outcome(link, key, ended)
+                if life.peer == link.peer and life.epoch != attach.epoch:
+                    link.outcomes[key] = Outcome(ended, life.engine)
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                self._note_outcome(link, room.key, done)
+                link.outcomes[room.key] = Outcome(done, pair.engine)
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         link = self.peers[pair.peer]
         if self._concerns(link, pair):
-            self._note_outcome(link, key, ended, pair.serial)
+            link.outcomes[key] = Outcome(ended, pair.engine, pair.serial)
             self._send_outcome(link, key, now_ns)
 
-    def _note_outcome(self, link: Link, key: RoomKey, ended: Ended, serial: int = 0) -> None:
-        link.outcomes[key] = Outcome(ended, serial)
-
     def _send_outcome(self, link: Link, key: RoomKey, now_ns: int) -> None:
-        """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
+        """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached.
+
+        Drop it if another engine of the same name is attached: that engine never had the room, and may use its number.
+        """
         outcome = link.outcomes.get(key)
-        if outcome is None or link.state is not PeerState.ATTACHED:
+        if outcome is None or link.attach is None:
             return
         ended = outcome.ended
-        if ended.until_ns <= now_ns:
+        if ended.until_ns <= now_ns or outcome.engine not in (0, link.attach.engine):
             del link.outcomes[key]
             return
         pair = self._pair_key(key, link.peer, link.epoch)
