@@ -65,7 +65,7 @@ def parameters_for_decode(handover: Handover) -> dict[str, Any]:
 
 def _life(endpoint: Endpoint, content: str) -> str:
     # Decode also finds a worker that was restarted, at the same address with another epoch.
-    addresses = [(each.rank, each.address) for each in endpoint.ranks]
+    addresses = [(each.rank, each.address, each.engine) for each in endpoint.ranks]
     place = _ENCODER.encode((endpoint.instance, endpoint.layout, addresses, content))
     return hashlib.blake2b(place, digest_size=8).hexdigest()
 

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from core_outputs import effects_of, messages_of
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
@@ -166,6 +167,22 @@ def test_the_next_engine_of_a_name_is_told_nothing_of_the_rooms_that_the_last_on
     scene.target.cancel(KEY, Reason.CANCELLED, "enough", scene.now_ns)
     _pass(scene, 8)
     assert scene.half(FIRST, KEY.room) is None
+
+
+def test_a_claim_by_the_endpoint_of_an_engine_that_has_ended_fails_as_soon_as_the_next_engine_answers() -> None:
+    scene = Scene.of()
+    _fail_then_lose_all(scene)
+    for peer in (FIRST, SECOND):
+        scene.restart(peer)
+        object.__setattr__(scene.sources[peer].config, "engine", 2)
+    _pass(scene, 8)
+    old = scene.endpoint()
+    ranks = tuple(msgspec.structs.replace(each, engine=1) for each in old.ranks)
+    scene.claim(2, endpoint=msgspec.structs.replace(old, ranks=ranks))
+    _pass(scene, 8)
+
+    assert scene.ended(2) is Reason.STALE_EPOCH
+    assert not any(source.rooms for source in scene.sources.values())
 
 
 @pytest.mark.parametrize("copies", [1, 3])

@@ -291,7 +291,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
     mine = planned.of_target(rank)
     routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in mine]
     routes += [(source, None) for source, teller in planned.idle_sources if teller == rank]
-    known = {rank.rank: rank.address for rank in wanted.endpoint.ranks}
+    known = {rank.rank: rank for rank in wanted.endpoint.ranks}
     pairs = []
     for source, pair in routes:
         if source not in known:
@@ -317,7 +317,10 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
         # The source's epoch is filled in when it has attached.
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank, config.memory)
-        pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))
+        named = known[source]
+        pairs.append(
+            TargetPair(pair_key, peer, pair, way, why, left_open, address=named.address, named_engine=named.engine)
+        )
     return pairs
 
 

@@ -46,6 +46,7 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     address: str  # "host:port"
     epoch: int
+    engine: int = 0  # the life of the engine that the worker serves; 0: not known
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):

@@ -224,6 +224,7 @@ class TargetPair:
     attempts: int = 0
     state: TargetPairState = TargetPairState.WAITING
     address: str = ""  # of the source, as the engine gave it
+    named_engine: int = 0  # the life of the source's engine, as the engine gave it; 0: not known
     engine: int = 0  # the life of the source's engine; 0: not claimed yet
     serial: int = 0  # of the claim; 0: not claimed yet
 

@@ -668,6 +668,13 @@ class TargetSession:
         if link.attach is None or not self._is_here(link, pair):
             return
         first_time = pair.state is TargetPairState.WAITING
+        if first_time and pair.named_engine and link.attach.engine not in (0, pair.named_engine):
+            text = (
+                f"{self._name(pair.peer)} at {link.address} serves another engine than this room's endpoint names: that one has "
+                "ended, and its rooms with it; give the endpoint of the engine that computed the prompt"
+            )
+            self.cancel(room.key, Reason.STALE_EPOCH, text, now_ns)
+            return
         fault = self.links.wire_fault_of(pair, now_ns) if first_time else ""
         if fault:
             self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)

@@ -62,7 +62,7 @@ class Slot:
     @property
     def rank_address(self) -> RankAddress:
         """The rank's address for peers."""
-        return RankAddress(self.key.rank, self.address, self.config.epoch)
+        return RankAddress(self.key.rank, self.address, self.config.epoch, self.hello.engine)
 
     @property
     def lives(self) -> bool:
