@@ -18,6 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
+from longshore_cli.words import plain
 from longshore_wire.errors import LongshoreError, Reason
 
 # Above an agent's own limit for an answer.
@@ -193,12 +194,20 @@ def _reason(body: bytes) -> str:
 
 
 def _decoded(body: bytes) -> dict[str, Any]:
-    """Return a body; empty: it is no object."""
+    """Return a body, whose texts a terminal does not obey: peers have written some of them. Empty: it is no object."""
     try:
         found = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return _plain(found) if isinstance(found, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return {plain(name): _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _trust(authority: Path | None) -> ssl.SSLContext:

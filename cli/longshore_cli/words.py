@@ -20,4 +20,4 @@ def count(number: int, noun: str) -> str:
 
 def plain(text: str) -> str:
     """Return a text in one line, without characters that a terminal obeys."""
-    return "".join(each if each.isprintable() else " " for each in text)
+    return text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)

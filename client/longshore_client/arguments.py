@@ -19,7 +19,8 @@ import msgspec
 
 from longshore_client.errors import ArgumentError
 from longshore_wire import names
-from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, Hello, RoomEventKind
+from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Endpoint, Half, Hello, RoomEventKind
+from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, TargetMemory
 
 ROOM_MAX = 2**64 - 1
@@ -210,6 +211,16 @@ def struct(name: str, value: object, kind: type[S]) -> S:
         raise ArgumentError(f"{name}{place} is {_shown(wrong)}: {said}") from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ArgumentError(f"{name} has a field that no agent can read: {error}") from error
+    return found
+
+
+def endpoint_of(value: object) -> Endpoint:
+    """Return an endpoint that an agent can dial."""
+    found = struct("endpoint", value, Endpoint)
+    try:
+        found.check()
+    except LongshoreError as error:
+        raise ArgumentError(f"endpoint is none of an agent: {error}") from error
     return found
 
 

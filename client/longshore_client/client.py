@@ -269,7 +269,7 @@ class Client:
         """
         begun_ns = time.monotonic_ns()
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
-        endpoint = arguments.struct("endpoint", endpoint, Endpoint)
+        endpoint = arguments.endpoint_of(endpoint)
         first_token, end_token = arguments.token_range(first_token, end_token)
         link, timeout_s = self._link(memory), arguments.timeout(timeout_s)
         digest = arguments.flag("digest", digest)

@@ -33,6 +33,8 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
             numbers = array("i", pages)
         except (TypeError, OverflowError) as error:
             raise ArgumentError(f"pages must be int32 numbers: {error}") from error
+        if bool in map(type, pages):
+            raise ArgumentError("pages has a bool: give int32 ids")
         assert numbers.itemsize == PAGE_BYTES
         if sys.byteorder == "big":
             numbers.byteswap()

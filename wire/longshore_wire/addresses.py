@@ -6,11 +6,15 @@ of the keys that an agent holds; it is never a key itself. The address of a work
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 # Two revisions of keys during a rotation. Further listeners of an address are ignored.
 LISTENERS_MAX = 2
+_LISTENER = re.compile(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})\.(\d{1,3}):(\d{1,5})(?:#[0-9a-f]{1,64})?")
+_OCTET_MAX, _PORT_MAX = 255, 65535
+_MULTICAST, _LINK_LOCAL = 224, (169, 254)
 
 
 class Listener(NamedTuple):
@@ -29,6 +33,20 @@ def split(text: str) -> tuple[Listener, ...]:
     """Return the listeners of an address, at least one. Checks nothing."""
     entries = text.split(",", LISTENERS_MAX)[:LISTENERS_MAX]
     return tuple(Listener(address, key) for address, _, key in (entry.partition("#") for entry in entries))
+
+
+def is_numeric(text: str) -> bool:
+    """Whether an address is of a worker: IPv4 numbers of one host each, and ports. Nothing in a worker resolves names."""
+    return all(_is_listener(entry) for entry in text.split(",", LISTENERS_MAX))
+
+
+def _is_listener(entry: str) -> bool:
+    found = _LISTENER.fullmatch(entry)
+    if found is None:
+        return False
+    *octets, port = map(int, found.groups())
+    is_host = max(octets) <= _OCTET_MAX and 0 < octets[0] < _MULTICAST and (octets[0], octets[1]) != _LINK_LOCAL
+    return is_host and 0 < port <= _PORT_MAX
 
 
 def main_address(text: str) -> str:

@@ -12,10 +12,11 @@ from typing import Annotated
 
 import msgspec
 
+from longshore_wire.addresses import is_numeric, main_address
 from longshore_wire.codec import Codec
-from longshore_wire.errors import Reason
+from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
-from longshore_wire.names import Labelled
+from longshore_wire.names import INSTANCE_NAME, Labelled
 
 # While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 ENGINE_PROTOCOL_VERSION = 1
@@ -61,6 +62,28 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     def complete(self) -> bool:
         """Whether every rank of the replica is known."""
         return len(self.ranks) == self.layout.parallel.tp * self.layout.parallel.pp
+
+    def check(self) -> None:
+        """Raise LongshoreError unless it can be an endpoint. Clients of an engine's API may have made it."""
+        self.layout.check()
+        if not INSTANCE_NAME.fullmatch(self.instance):
+            raise _malformed(f"instance is {self.instance[:120]!r}: give the name of the prefill instance")
+        rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
+        for each in self.ranks:
+            if not 0 <= each.rank < rank_count or each.rank in ranks:
+                raise _malformed(f"ranks has rank {each.rank}: give each of 0 to {rank_count - 1} once")
+            if not is_numeric(each.address):
+                raise _malformed(
+                    f"rank {each.rank} is at {each.address[:120]!r}: give the endpoint of an agent, with numeric IPv4 addresses"
+                )
+            if (place := main_address(each.address)) in addresses:
+                raise _malformed(f"two ranks are at {place}: give the endpoint of an agent, where each rank has its own")
+            ranks.add(each.rank)
+            addresses.add(place)
+
+
+def _malformed(text: str) -> LongshoreError:
+    return LongshoreError(f"endpoint: {text}", reason=Reason.MALFORMED_MESSAGE)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):

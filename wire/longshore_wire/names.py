@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum, StrEnum
 
 
@@ -51,6 +52,8 @@ TEST_LANE_BYTES_MAX, TEST_GPU_LANE_BYTES_MAX = 4 << 20, 32 << 20
 TEST_RING_BYTES_MAX, TEST_GPU_RING_BYTES_MAX = 64 << 20, 512 << 20
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
+# The name of an engine's instance. It is used in metrics, routes and transport names.
+INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Suffix of an agent's name in endpoints of engines on GPUs.
 ON_GPU = ".gpu"
 # The name, in statuses and metrics, of a wire that no probe has found.

@@ -11,7 +11,7 @@ import select
 import socket
 from typing import NamedTuple
 
-from longshore_wire.addresses import main_address
+from longshore_wire.addresses import is_numeric, main_address
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 
@@ -34,6 +34,9 @@ class LivenessProbes:
     def start(self, probed: Probed, address: str) -> None:
         """Start a connection to a peer's address. Replaces an older unanswered probe."""
         self._forget(probed)
+        if not is_numeric(address):
+            # It proves nothing about the peer, and nothing here resolves names.
+            return
         host, _, port = main_address(address).rpartition(":")
         try:
             tried = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -43,8 +46,7 @@ class LivenessProbes:
         self._open[probed] = tried
         try:
             code = tried.connect_ex((host, int(port)))
-        except (OSError, ValueError, OverflowError):
-            # A malformed address proves nothing about the peer.
+        except OSError:
             self._forget(probed)
             return
         if code != errno.EINPROGRESS:

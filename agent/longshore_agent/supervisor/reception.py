@@ -19,12 +19,11 @@ from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, TargetMemory
+from longshore_wire.names import INSTANCE_NAME
 
 # The first file that CUDA opens. Only workers load the driver itself.
 _DRIVER_FILE = Path("/dev/nvidiactl")
 _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# Names are used in metrics, routes and transport names.
-_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = ModelShape.__struct_fields__
 
 
@@ -50,7 +49,7 @@ class Reception:
                 "install the same release on both",
                 reason=Reason.UNKNOWN_VERSION,
             )
-        if not _INSTANCE.fullmatch(hello.instance):
+        if not INSTANCE_NAME.fullmatch(hello.instance):
             raise LongshoreError(
                 f"instance is {hello.instance[:120]!r}: give 1 to 100 letters, digits, '.', '_' or '-'",
                 reason=Reason.UNSUPPORTED,

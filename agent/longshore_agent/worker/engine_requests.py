@@ -319,6 +319,7 @@ class EngineRequests:
     def _receive(self, message: Receive, now_ns: int) -> ToEngine | None:
         if self.target is None:
             raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
+        message.endpoint.check()
         pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
