@@ -232,7 +232,7 @@ class Storm:
         self.rooms: dict[int, Room] = {}
         self.next_room = 2**63
         epoch = self._wait_note("epoch")["epoch"]
-        self.endpoint = Endpoint("prefill", SOURCE, (RankAddress(0, "storm:1", epoch),))
+        self.endpoint = Endpoint("prefill", SOURCE, (RankAddress(0, "127.0.0.9:1", epoch),))
 
     def round(self) -> None:
         """Open a round's rooms at once, abort most of them, and wait until no thread touches any of them."""

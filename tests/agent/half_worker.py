@@ -97,7 +97,7 @@ class HalfWorker:
             self.mover.resources.ring_region,
             {number: pool.info(number) for number, pool in self.requests.pools.items()},
             self.mover.resources.probe_region,
-            "storm:1",
+            "127.0.0.9:1",
         )
         self.heard: list[dict[str, Any]] = []
         self.effects: list[RoomEnded | RoomReleased | StartScatter] = []
@@ -215,7 +215,7 @@ class Halves:
         pages = list(range(room * ROOM_PAGES, (room + 1) * ROOM_PAGES))
         self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
         packed = packed_pages(pages)
-        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "storm:1", self.prefill.session.config.epoch),))
+        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "127.0.0.9:1", self.prefill.session.config.epoch),))
         self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed, digest=digest))
         self.decode.flush(time.monotonic_ns())
         self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))

@@ -19,6 +19,7 @@ from longshore_wire.engine_messages import (
     Half,
     Hello,
     Offer,
+    RankAddress,
     Receive,
     Refused,
     RegisterPool,
@@ -57,6 +58,21 @@ def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(mak
     assert not target.core.rooms
     assert not source.requests.tables
     assert not target.requests.tables
+
+
+NAMED = RankAddress(0, "slow.attacker.example:443", 7)
+SHARED = tuple(RankAddress(rank, "10.0.0.1:1", 7) for rank in range(2))
+
+
+@pytest.mark.parametrize(("ranks", "said"), [((NAMED,), "slow.attacker.example"), (SHARED, "rank 1")])
+def test_a_claim_at_an_address_that_no_agent_has_is_refused_before_a_socket_is_opened(make, ranks, said):
+    target = make("D", Half.TARGET)
+    target.register()
+    forged = msgspec.structs.replace(endpoint(), ranks=ranks)
+    answer = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), endpoint=forged))
+    assert reason(answer) is Reason.MALFORMED_MESSAGE
+    assert said in answer.text
+    assert (target.core.rooms, target.core.peers, target.core.take_effects()) == ({}, {}, [])
 
 
 def test_pages_are_prepared_after_the_answer_and_a_failure_of_that_is_left_to_the_copy(make):

@@ -91,7 +91,7 @@ class Side:
             self.mover.resources.ring_region,
             pools,
             self.mover.resources.probe_region,
-            "h:1",
+            "127.0.0.9:1",
         )
 
     def turn(self, other: Side) -> None:
@@ -150,7 +150,7 @@ def pages(*numbers: int) -> bytes:
 
 
 def endpoint(page_size: int = 4) -> Endpoint:
-    return Endpoint("P", KVLayout(MODEL, Parallel(), page_size), (RankAddress(0, "h:1", 7),))
+    return Endpoint("P", KVLayout(MODEL, Parallel(), page_size), (RankAddress(0, "127.0.0.9:1", 7),))
 
 
 def claim(room: int, end_token: int, listed: bytes, *, offset: int = 0, count: int | None = None) -> Receive:

@@ -231,6 +231,26 @@ def test_rooms_of_all_agents_are_listed_as_a_table_and_as_json(
     wait_for(none_open, what="no open room")
 
 
+HOSTILE = "prefill-0\x1b]0;owned\x07\x9b2J\u202e\n4  another  room"
+
+
+def test_no_text_of_an_agent_reaches_the_terminal_with_characters_that_it_obeys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    room = {"room": "4", "instance": HOSTILE, "half": "source", "state": HOSTILE, "reason": HOSTILE}
+    entry = {"room": room | {"age_s": 1.0, "bytes_moved": 4}, "ended": False, "worker": HOSTILE}
+    with Shifted({"spans": []}) as service:
+        service.body = json.dumps({"rooms": [entry], "next": "", HOSTILE: {}}).encode()
+        for words, lines in (["rooms"], 2), (["rooms", "-o", "json"], None):
+            assert main([*words, "--agent", service.url]) == 0
+            out = capsys.readouterr().out
+            assert "prefill-0" in out
+            assert out.replace("\n", "").isprintable()
+            assert lines is None or len(out.splitlines()) == lines
+        assert main(["trace", "room", "4", "--agent", service.url]) == 1
+        assert capsys.readouterr().err.replace("\n", "").isprintable()
+
+
 @pytest.mark.parametrize("body", [b"{}", b"[]", b'"ok"', b"<html>"])
 def test_a_service_that_is_no_agent_is_named(capsys: pytest.CaptureFixture[str], body: bytes) -> None:
     with Shifted({"spans": []}) as service:

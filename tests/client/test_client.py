@@ -18,6 +18,7 @@ from longshore_client import (
     CallTimeout,
     ClientClosed,
     Half,
+    Parallel,
     Reason,
     RoomError,
     TargetMemory,
@@ -41,7 +42,7 @@ def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_pl
     code = "import longshore_client, sys; print(*(name for name in sys.modules if name.startswith('longshore_wire.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("longshore_wire.") for name in done.stdout.split()}
-    assert loaded == {"codec", "engine_messages", "errors", "layout", "names"}
+    assert loaded == {"addresses", "codec", "engine_messages", "errors", "layout", "names"}
 
 
 # -- offers and claims ---------------------------------------------------------------------------------------------
@@ -94,10 +95,11 @@ def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last():
 
 
 def test_a_claim_with_a_thousand_ranks_still_fits_its_messages():
-    ranks = tuple(RankAddress(n, f"prefill-{n:04}.engines.example:30000", 2**63) for n in range(1024))
+    layout = msgspec.structs.replace(LAYOUT, parallel=Parallel(tp=1024))
+    ranks = tuple(RankAddress(n, f"100.100.{100 + n // 100}.{100 + n % 100}:30000", 2**63, 2**56) for n in range(1024))
     pages = list(range(20_000))
     agent, client = agent_and_client()
-    client.receive(1, Endpoint("prefill-0", LAYOUT, ranks), pages, 0, 80_000)
+    client.receive(1, Endpoint("prefill-0", layout, ranks), pages, 0, 80_000)
     claims = agent.of(Receive)
     assert len(claims) > 3
     assert b"".join(c.pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)

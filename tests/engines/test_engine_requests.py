@@ -15,13 +15,16 @@ from longshore_engines.handover import (
     ROOM,
     Claim,
     Fail,
+    Handover,
     Offer,
     ReportSent,
     TakeBack,
     Withdraw,
     handover_of,
+    packed_handover,
 )
 from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, RequestBook
+from longshore_wire.engine_messages import RankAddress
 
 BOTH = (Half.SOURCE, Half.TARGET)
 PAGE = 32
@@ -41,6 +44,11 @@ def computed(prefill, name="p", tokens=70, pages=(7, 3, 5, 6), parameters=None):
     if name in prefill.computing:
         prefill.computed(name, pages, tokens)
     return prefill.finished(name, parameters, tokens, complete=True)
+
+
+def forged(**fields):
+    """Return a handover with a changed endpoint, as a client of the API may send it."""
+    return packed_handover(Handover(1, 9, 70, msgspec.structs.replace(ENDPOINT, **fields), "attention float32"))
 
 
 def handed_out(tokens=70, **options):
@@ -91,7 +99,7 @@ def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earl
 
 
 def test_the_handover_of_an_earlier_prompt_is_recognised_as_of_another_life():
-    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
+    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1])
     # Decode finds a worker that was restarted at the same address.
     restarted = [msgspec.structs.replace(each, epoch=each.epoch + 1) for each in ENDPOINT.ranks]
     assert handed_out(endpoint=msgspec.structs.replace(ENDPOINT, ranks=tuple(restarted)))[LIFE] == handed_out()[LIFE]
@@ -226,6 +234,8 @@ def test_a_request_that_ends_while_it_loads_is_withdrawn_and_one_that_has_loaded
         "",
         "no base64!",
         base64.b64encode(b"no message").decode(),
+        forged(ranks=(RankAddress(0, "slow.attacker.example:443", 5),)),
+        forged(instance="prefill\x1b]0;owned\x07"),
         "A" * (2 << 20),
     ],
 )
@@ -278,7 +288,7 @@ def test_a_prompt_waits_for_an_agent_that_is_away_and_is_handed_out_by_the_one_t
     prefill, parameters = book(), {"do_remote_decode": True}
     prefill.heard(None, 10.0, away=True)
     assert prefill.matched(parameters, 70, 0, 10.0) is None
-    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
+    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1])
     prefill.heard(other, 12.0)
     assert prefill.matched(parameters, 70, 0, 12.0) == 0
     assert handover_of(computed(prefill, parameters=parameters)[1]).endpoint == other

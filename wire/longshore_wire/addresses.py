@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # Two revisions of keys during a rotation. Further listeners of an address are ignored.
 LISTENERS_MAX = 2
-_LISTENER = re.compile(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})\.(\d{1,3}):(\d{1,5})(?:#[0-9a-f]{1,64})?")
+_LISTENER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})(?:#[0-9a-f]{1,64})?")
 _OCTET_MAX, _PORT_MAX = 255, 65535
 _MULTICAST, _LINK_LOCAL = 224, (169, 254)
 

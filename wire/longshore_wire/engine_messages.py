@@ -77,7 +77,9 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
                     f"rank {each.rank} is at {each.address[:120]!r}: give the endpoint of an agent, with numeric IPv4 addresses"
                 )
             if (place := main_address(each.address)) in addresses:
-                raise _malformed(f"two ranks are at {place}: give the endpoint of an agent, where each rank has its own")
+                raise _malformed(
+                    f"two ranks are at {place}: give the endpoint of an agent, where each rank has its own"
+                )
             ranks.add(each.rank)
             addresses.add(place)
 
