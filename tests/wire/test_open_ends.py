@@ -12,7 +12,7 @@ from core_outputs import effects_of, messages_of
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.claims import SERIALS_MAX, UsedSerials
-from longshore_wire.effects import SECOND_NS, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
+from longshore_wire.effects import SECOND_NS, HangUp, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Abort, Claim, Complete, PairKey, PeerMessage, Ping, Pong, SlabAck
@@ -79,13 +79,52 @@ def test_a_prefill_worker_that_dies_when_its_part_is_there_does_not_fail_the_roo
     assert scene.ended(KEY.room) is Reason.NONE
 
 
-def _refuse_whoever_attaches(scene: Scene) -> set[object]:
+@pytest.mark.parametrize("lost_count", [0, 1, 5])
+def test_a_room_ends_on_both_sides_where_decode_could_never_connect_its_sources(lost_count: int) -> None:
+    """Its transport fails at the first Attach, so that no claim was ever sent. The first messages about that get lost."""
+    scene = Scene.of(settle=False)
+    scene.offer(KEY.room)
+    for _ in range(20):
+        scene.now_ns += SECOND_NS // 2
+        for core in (*scene.sources.values(), scene.target):
+            core.renew(scene.now_ns)
+            core.tick(scene.now_ns)
+        said = True
+        while said:
+            said = messages_of(scene.target)
+            for peer, message in said:
+                if isinstance(message, Abort) and lost_count:
+                    lost_count -= 1
+                    continue
+                scene.sources[peer].receive(DECODE, message, scene.now_ns)
+            for peer, source in scene.sources.items():
+                for _, answer in messages_of(source):
+                    scene.target.receive(peer, answer, scene.now_ns)
+                    _refuse_whoever_attaches(scene, Reason.TRANSFER_FAILED)
+    assert [scene.half(peer, KEY.room) for peer in scene.sources] == [Reason.TRANSFER_FAILED] * 2
+    assert not any(KEY in core.rooms for core in (*scene.sources.values(), scene.target))
+    # It is not dialled for ever.
+    assert scene.target.peers == {}
+
+
+def test_a_source_that_never_answered_is_dialled_no_longer_than_its_rooms_are_open() -> None:
+    scene = Scene.of(settle=False)
+    messages_of(scene.target)
+    scene.target.cancel(KEY, Reason.CANCELLED, "enough", 0)
+    for second in range(1, 5):
+        scene.target.renew(second * SECOND_NS)
+        scene.target.tick(second * SECOND_NS)
+    assert {effect.peer for effect in effects_of(scene.target) if isinstance(effect, HangUp)} == {FIRST, SECOND}
+    assert scene.target.peers == {}
+
+
+def _refuse_whoever_attaches(scene: Scene, reason: Reason = Reason.WIRE_NOT_ALLOWED) -> set[object]:
     """Be a decode worker whose transport refuses every source; return the other effects of its core."""
     asked: set[object] = set()
     while effects := effects_of(scene.target):
         for effect in effects:
             if isinstance(effect, PeerAttached):
-                scene.target.refuse(effect.peer, Reason.WIRE_NOT_ALLOWED, "not these wires", scene.now_ns)
+                scene.target.refuse(effect.peer, reason, "not these wires", scene.now_ns)
         asked.update(effect for effect in effects if isinstance(effect, RoomReleased))
     return asked
 

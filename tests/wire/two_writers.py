@@ -48,8 +48,8 @@ class Scene:
     effects: list[object] = field(default_factory=list)  # of decode's core, since the last look
 
     @classmethod
-    def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, **settings: int) -> Scene:
-        """Return ranks that are attached by a claim of room KEY, which is not offered yet."""
+    def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, settle: bool = True, **settings: int) -> Scene:
+        """Return ranks that are attached by a claim of room KEY, which is not offered yet; not `settle`: only claimed."""
         config = SessionConfig(
             "d", "D", 9, KVLayout(MODEL, Parallel(), 8), **{"ring_bytes": 1 << 20, "force_way": way, **settings}
         )
@@ -62,7 +62,8 @@ class Scene:
             sources[peer] = prefill(own, 7, 0)
         scene = cls(target, sources, lost=set() if lost is None else {lost})
         scene.claim(KEY.room)
-        scene.settle()
+        if settle:
+            scene.settle()
         return scene
 
     @classmethod

@@ -259,6 +259,8 @@ class TargetSession:
         if not isinstance(message, Abort | EndAck) or not self._is_between(link, message.pair):
             self._stale(message)
         elif isinstance(message, EndAck):
+            if message.pair.source_epoch == link.queued_epoch:
+                link.outcomes.pop(message.pair.key, None)
             self._on_end_ack(link, message, now_ns)
         elif link.state is PeerState.REFUSED:
             # Its rooms have already failed here.
@@ -457,12 +459,16 @@ class TargetSession:
     def _lose(self, link: Link, state: PeerState, reason: Reason, text: str, now_ns: int) -> None:
         """Fail the rooms of a source that is LOST or REFUSED now, then dial another address that waiting rooms name.
 
-        The source may still complete open writes, so their memory is not freed here.
+        The source may still complete open writes, so their memory is not freed here. One that is REFUSED still reads messages,
+        so it is told first.
         """
-        self.links.detach(link, state, text)
+        if state is PeerState.LOST:
+            self.links.detach(link, state, text)
         for room, pair in self._rooms_of(link):
             if not self._is_elsewhere(link, pair):
                 self._give_up(room, pair, reason, text, now_ns)
+        if state is PeerState.REFUSED:
+            self.links.detach(link, state, text)
         link.rival_since_ns = None
         if rivals := self._rivals_of(link):
             self._dial_at(link, rivals[0][1].address, now_ns)
@@ -475,7 +481,7 @@ class TargetSession:
         if not self.links.is_answer(link, attach):
             self._stale(attach)
             return False
-        link.answered = attach.attempt
+        link.answered, link.has_answered = attach.attempt, True
         for epoch, writer in list(link.writers.items()):
             if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
                 self._drain(link, epoch)
@@ -500,7 +506,7 @@ class TargetSession:
         if refuse.epoch != self.config.epoch or not link.answered < refuse.attempt <= link.attempt:
             self._stale(refuse)
             return
-        link.answered = refuse.attempt
+        link.answered, link.has_answered = refuse.attempt, True
         waits = link.state is PeerState.DIALING and now_ns - link.dialled_ns < self.config.peer_timeout_ns
         if refuse.reason is Reason.STALE_EPOCH and (waits or link.state is PeerState.LOST):
             # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
@@ -553,8 +559,10 @@ class TargetSession:
         link = self.peers.get(peer)
         if link is None:
             return
-        is_awaited = link.state is PeerState.LOST and now_ns < link.outcomes_until_ns
-        if link.is_lost and not link.rooms and not is_awaited:
+        waits = link.state is PeerState.LOST or link.outcomes
+        is_awaited = link.has_answered and waits and now_ns < link.outcomes_until_ns
+        # An address at which nobody ever answered may be nobody's. It is dialled for its rooms alone.
+        if (link.is_lost or not link.has_answered) and not link.rooms and not is_awaited:
             del self.peers[peer]
             self._effect(HangUp(peer))
             return
