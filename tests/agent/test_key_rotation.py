@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agent_fleet import World
 from agent_world import Request, wait_for
-from test_peer_net import ATTACH, SOURCE, pump
+from test_peer_net import ATTACH, SOURCE, pump, turn
 
 from longshore_agent.control import curve
 from longshore_agent.control.peer_net import PeerNet
@@ -43,7 +43,8 @@ def reaches(near: PeerNet, far: PeerNet) -> bool:
     """Whether `far` reads an Attach of `near`, which dials it at its address."""
     near.dial(SOURCE, far.address)
     found: list[PeerMessage] = []
-    return pump(far, lambda: ATTACH in found, found, lambda: near.send(Half.TARGET, SOURCE, ATTACH))
+    near.send(Half.TARGET, SOURCE, ATTACH)
+    return pump(far, lambda: ATTACH in found, found, lambda: turn(near))
 
 
 @pytest.mark.parametrize(("dials", "listens"), [*itertools.product(["first", "second"], repeat=2), ("third", "second")])
@@ -71,7 +72,8 @@ def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_serve
         def turned_away() -> bool:
             return nets["third"].refused_count > 0
 
-        assert pump(nets["third"], turned_away, found, lambda: net.send(Half.TARGET, SOURCE, ATTACH))
+        net.send(Half.TARGET, SOURCE, ATTACH)
+        assert pump(nets["third"], turned_away, found, lambda: turn(net))
         assert found == []
     finally:
         net.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import socket
 import subprocess
 import sys
 import threading
@@ -185,12 +184,14 @@ def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_il
 
 
 def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as deaf,
-        contextlib.closing(PeerNet("127.0.0.1", 0, "decode/0/0/1", None)) as net,
-    ):
+    with zmq.Context() as context, contextlib.closing(PeerNet("127.0.0.1", 0, "decode/0/0/1", None)) as net:
+        deaf = context.socket(zmq.ROUTER)
+        deaf.linger = 0
+        port = deaf.bind_to_random_port("tcp://127.0.0.1")
         peer = PeerId("prefill", 0, 0)
-        net.dial(peer, f"127.0.0.1:{deaf.getsockname()[1]}")
+        net.dial(peer, f"127.0.0.1:{port}")
+        greeted = dict(net.poller.poll(60_000))
+        net.receive(greeted)
         # More than any queue holds. The rest is dropped, and timers send it again.
         for number in range(50_000):
             net.send(Half.TARGET, peer, Ping(number, 1))
@@ -198,6 +199,7 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
         net.send(Half.SOURCE, peer, Ping(0, 1))
         assert net.counters["unroutable"] == 1
         net.hang_up(peer)
+        deaf.close()
 
 
 def ask_and_be_gone(address: str) -> None:

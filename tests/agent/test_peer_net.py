@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection
 
@@ -20,6 +21,8 @@ LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2),
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
 ATTACH = Attach(PROTOCOL_VERSION, "d", "decode", 1, LAYOUT, "Loopback", b"", None, (), 0)
 LIMIT_S = 60.0
+# A peer sends the first 10 bytes at once, and the others when it has heard those of its peer.
+ZMTP_GREETING_BYTES = 10
 # Longer than a closed ZeroMQ connection lingers and reconnects to send its pending messages.
 LINGER_S = 0.3
 
@@ -50,14 +53,21 @@ def pump(net: PeerNet, until: Callable[[], bool], found: list[PeerMessage], say:
     return True
 
 
+def turn(net: PeerNet) -> list[PeerMessage]:
+    """Receive what is there."""
+    ready = frozenset(socket for socket, _ in net.poller.poll(0))
+    return [received.message for received in net.receive(ready)]
+
+
 def reaches(near: PeerNet, far: PeerNet) -> bool:
     found: list[PeerMessage] = []
-    return pump(
-        far,
-        lambda: any(isinstance(message, Ping) for message in found),
-        found,
-        lambda: [near.send(Half.TARGET, SOURCE, message) for message in (ATTACH, Ping(1, 1))],  # type: ignore[func-returns-value]
-    )
+
+    def say() -> None:
+        turn(near)
+        for message in (ATTACH, Ping(1, 1)):
+            near.send(Half.TARGET, SOURCE, message)
+
+    return pump(far, lambda: any(isinstance(message, Ping) for message in found), found, say)
 
 
 def test_an_older_life_of_a_target_is_answered_where_it_asks_and_takes_nothing_from_the_newer_one(nets):
@@ -69,7 +79,7 @@ def test_an_older_life_of_a_target_is_answered_where_it_asks_and_takes_nothing_f
     attaches = [msgspec.structs.replace(ATTACH, epoch=epoch) for epoch in (2, 1)]
     for net, attach in zip((newer, older), attaches, strict=True):
         net.send(Half.TARGET, SOURCE, attach)
-        assert pump(source, lambda attach=attach: attach in found, found, lambda: None)
+        assert pump(source, lambda attach=attach: attach in found, found, lambda net=net: turn(net))
     source.send(Half.SOURCE, TARGET, Refuse(Reason.STALE_EPOCH, "newer", 1, 1))
     source.send(Half.SOURCE, TARGET, Pong(2, 1, 1))
     told: dict[PeerNet, list[PeerMessage]] = {newer: [], older: []}
@@ -114,20 +124,44 @@ def test_a_peer_that_asked_who_is_there_and_hung_up_does_not_end_us(nets):
     assert near.counters["unsent"] == 1
 
 
-def test_the_host_of_a_source_is_let_in_while_it_is_to_attach_or_is_attached_and_not_while_a_lost_one_is_sought(nets):
+def test_the_host_of_a_source_is_let_in_from_its_handshake_to_its_loss_and_again_when_it_attaches(nets):
     admitted: list[Collection[str]] = []
     source, target = nets(route="prefill/0/0/1"), nets(admit=admitted.append)
     target.dial(SOURCE, source.address)
+    target.send(Half.TARGET, SOURCE, ATTACH)
+    assert admitted == []
+    found: list[PeerMessage] = []
+    # Our Attach leaves only then: it tells the source where our data ports are.
+    assert pump(source, lambda: found == [ATTACH], found, lambda: turn(target))
     assert admitted == [{"127.0.0.1"}]
     target.shut_out(SOURCE)
     assert admitted[1:] == [set()]
 
-    target.dial(SOURCE, source.address, admits=False)
-    assert reaches(target, source)
-    assert admitted[2:] == []
     source.send(Half.SOURCE, TARGET, ATTACH)
-    found: list[PeerMessage] = []
+    found.clear()
     assert pump(target, lambda: ATTACH in found, found, lambda: None)
     assert admitted[2:] == [{"127.0.0.1"}]
     target.hang_up(SOURCE)
     assert admitted[3:] == [set()]
+
+
+def test_an_address_where_no_peer_answers_is_never_let_in_and_gets_no_attach(nets):
+    admitted: list[Collection[str]] = []
+    target = nets(admit=admitted.append)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(LIMIT_S)
+        target.dial(SOURCE, f"127.0.0.1:{stranger.getsockname()[1]}")
+        target.send(Half.TARGET, SOURCE, ATTACH)
+        line, _ = stranger.accept()
+        with line:
+            # The greeting of ZeroMQ is all that it hears.
+            line.settimeout(LIMIT_S)
+            heard = b""
+            while len(heard) < ZMTP_GREETING_BYTES:
+                heard += line.recv(4096)
+                turn(target)
+            assert b"decode" not in heard
+        turn(target)
+    assert admitted == []
+    target.hang_up(SOURCE)
+    assert admitted == []

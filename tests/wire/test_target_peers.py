@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from core_outputs import effects_of, messages_of
+from source_voice import attach_to
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, Dial, PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
-from longshore_wire.peer_messages import RoomKey
+from longshore_wire.peer_messages import Attach, RoomKey
 from longshore_wire.target import TargetSession
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
@@ -39,11 +42,36 @@ def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_wa
     dials = _run(target, 0, MINUTE_NS)
 
     # Its host is admitted when it attaches, not while it is only dialled.
-    assert {dial for _, dial in dials} == {Dial(PREFILL, "h:1", admits=False)}
+    assert {dial for _, dial in dials} == {Dial(PREFILL, "h:1")}
     moments = [moment for moment, _ in dials]
     gaps = [later - earlier for earlier, later in zip([0, *moments], moments, strict=False)]
     assert min(gaps) >= target.config.peer_timeout_ns
     assert len(dials) >= MINUTE_NS // (2 * target.config.peer_timeout_ns)
+
+
+def test_claims_dial_only_so_many_sources_that_have_not_answered_and_others_are_told_to_try_again() -> None:
+    target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
+    wide = KVLayout(LAYOUT.model, Parallel(tp=1024), 16)
+    ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(1024))
+    with pytest.raises(RoomError, match="1024 prefill ranks") as caught:
+        target.claim(Wanted(RoomKey("wide", 1, 0), Endpoint("wide", wide, ranks), 0, 60, 4, bytes(16)), 0)
+    assert caught.value.reason is Reason.UNSUPPORTED
+    assert (target.rooms, target.peers, target.take_effects()) == ({}, {}, [])
+
+    def claim(number: int) -> None:
+        endpoint = Endpoint(f"P{number}", LAYOUT, (RankAddress(0, f"h:{number}", 7),))
+        target.claim(Wanted(RoomKey(f"P{number}", 1, 0), endpoint, 0, 60, 4, bytes(16)), 0)
+
+    for number in range(256):
+        claim(number)
+    with pytest.raises(RoomError, match="256 prefill ranks") as caught:
+        claim(256)
+    assert caught.value.reason is Reason.BUSY
+    # One that has answered makes place for another.
+    answer = Attach(1, "d", "P7", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20, engine=1)
+    attach_to(target, PeerId("P7", 0, 0), answer, 0)
+    claim(256)
+    assert len(target.rooms) == 257
 
 
 def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> None:

@@ -125,15 +125,10 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 class Dial(msgspec.Struct, frozen=True):
-    """Open a connection to a source worker.
-
-    Attributes:
-        admits: admit its host to our data ports at once; False: only when it attaches.
-    """
+    """Open a connection to a source worker."""
 
     peer: PeerId
     address: str
-    admits: bool = True
 
 
 class HangUp(msgspec.Struct, frozen=True):

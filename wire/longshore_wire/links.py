@@ -380,7 +380,7 @@ class Links:
             # The connection may have died without an error on our side.
             link.dialled_ns = now_ns
             link.address = link.address_of_writer(now_ns - 2 * config.heartbeat_ns) or link.address
-            self.emit(Dial(link.peer, link.address, admits=False))
+            self.emit(Dial(link.peer, link.address))
         if link.state is PeerState.ATTACHED:
             self.asked_count += 1
             self.send(link.peer, Ping(config.epoch, self.asked_count, self._deadlines.absent_ns))

@@ -58,6 +58,9 @@ _OF_PAIRS = (Demand, SlabReady, Abort, EndAck)
 _RESTART_NS = 60_000_000_000
 
 _LIVES_KEPT_MAX = 1024
+# Sources that are dialled and not attached, of all rooms. Each takes sockets and a handshake of the control thread, and a
+# claim may name addresses where nobody answers.
+_UNATTACHED_MAX = 256
 
 
 class TargetSession:
@@ -120,6 +123,7 @@ class TargetSession:
         staging = staging_between(config.staging, config.neighbour_staging, near=near)
         planned = plan(endpoint.layout, config.layout, staging=staging, direct=near, room=key.room)
         pairs = target_pairs(config, wanted, planned)
+        self._check_new(pairs)
         room = TargetRoom(
             key,
             wanted.first_token,
@@ -139,6 +143,21 @@ class TargetSession:
             if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
                 self._send_claim(room, pair, now_ns)
         self._finish(room, now_ns)
+
+    def _check_new(self, pairs: list[TargetPair]) -> None:
+        """Raise RoomError if too many sources would be dialled at once."""
+        new_count = sum(pair.peer not in self.peers for pair in pairs)
+        if new_count > _UNATTACHED_MAX:
+            raise RoomError(
+                f"the room has {new_count} prefill ranks that this worker must dial: {_UNATTACHED_MAX} can be at once",
+                reason=Reason.UNSUPPORTED,
+            )
+        unattached_count = sum(link.attach is None for link in self.peers.values()) if new_count else 0
+        if unattached_count + new_count > _UNATTACHED_MAX:
+            raise RoomError(
+                f"{unattached_count} prefill ranks that rooms name have not answered: try again later",
+                reason=Reason.BUSY,
+            )
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
         """Fail a room. RoomEnded follows, and RoomReleased once no writer can write its pages."""

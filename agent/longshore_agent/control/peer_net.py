@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
@@ -25,6 +26,8 @@ QUEUE_MESSAGES_MAX = 10_000
 # Messages that one turn of the loop reads from one socket, so that lanes and engines get their turn.
 MESSAGES_PER_TURN_MAX = 512
 
+# ZeroMQ's sockets of one worker. Each source that it dials takes one, and two more until its handshake.
+_SOCKETS_MAX = 8192
 # Refused peers whose last route is kept. They retry once a second, and normally there are few.
 _REFUSED_MAX = 1024
 # The codec counts messages up to this size that exceed its limit. For longer ones ZeroMQ closes the connection.
@@ -44,11 +47,19 @@ class Received(NamedTuple):
     message: PeerMessage
 
 
-class Dialled(NamedTuple):
-    """The source worker of a socket, and its host."""
+@dataclass(eq=False)
+class Dialled:
+    """The source worker of a socket.
+
+    Attributes:
+        greeting: tells of the handshake's end; None: it is over.
+        attach: our newest Attach to it, which waits for that end.
+    """
 
     peer: PeerId
     host: str
+    greeting: zmq.Socket[bytes] | None
+    attach: bytes = b""
 
 
 class PeerNet:
@@ -63,8 +74,8 @@ class PeerNet:
             host, port: the address for peers; port 0 selects a free one. The previous keys have a separate port.
             route: unique name of this worker's life, at most 240 bytes.
             keys: None for no encryption, on loopback addresses only.
-            admit: called with the addresses of all attached and dialled peers when they
-                change: before we send to a new peer, and before `receive` returns its messages.
+            admit: called with the addresses of all peers whose handshakes have succeeded when they change: before we send
+                to a new peer, and before `receive` returns its messages.
         Raises:
             TransportError: the address cannot be bound.
         """
@@ -77,6 +88,7 @@ class PeerNet:
         self._addresses: dict[zmq.Socket[bytes] | bytes, str] = {}
         self._dial_count = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
         self._gatekeeper = Gatekeeper(self._context, keys) if keys is not None else None
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -106,11 +118,9 @@ class PeerNet:
         gatekeeper_count = self._gatekeeper.refused_count if self._gatekeeper is not None else 0
         return self._stranger_count + gatekeeper_count + self._keyless_count
 
-    def dial(self, peer: PeerId, address: str, *, admits: bool = True) -> None:
-        """Open a connection to a source worker; replace an older one.
+    def dial(self, peer: PeerId, address: str) -> None:
+        """Open a connection to a source worker; replace an older one. Its host is admitted after its handshake.
 
-        Args:
-            admits: admit the worker's host at once instead of at its Attach.
         Raises:
             TransportError: the address cannot be dialled, no socket is left, or no key of the address is ours.
         """
@@ -118,6 +128,7 @@ class PeerNet:
         place, keys = self._choose(peer, address)
         try:
             dealer = self._socket(zmq.DEALER)
+            greeting = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         except zmq.ZMQError as error:
             raise TransportError(f"cannot dial {peer.instance} rank {peer.rank}: {error}") from error
         # Each connection has its own name. If an old one lingered or returned late under the same name, it would take
@@ -128,26 +139,24 @@ class PeerNet:
             dealer.curve_serverkey = keys.server_public.encode()
             dealer.curve_publickey = keys.client_public.encode()
             dealer.curve_secretkey = keys.client_secret.encode()
-        host = place.rpartition(":")[0]
-        if admits:
-            self._admit_host(dealer, host)
         try:
             # Connect from the address of our own ports, because the peer admits the address of our Attach to its data
             # ports.
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
+            dealer.disable_monitor()
             dealer.close()
-            self._dismiss_host(dealer)
             text = f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}"
             raise TransportError(text, reason=Reason.UNKNOWN_INSTANCE) from error
-        self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, host)
+        self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, place.rpartition(":")[0], greeting)
         self.poller.register(dealer, zmq.POLLIN)
+        self.poller.register(greeting, zmq.POLLIN)
 
     def hang_up(self, peer: PeerId) -> None:
         """Close the connection to a source worker, if any."""
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
-            self._dialled.pop(dealer)
+            self._stop_greeting(dealer, self._dialled.pop(dealer))
             self.poller.unregister(dealer)
             # Unsent messages were for a life that has ended.
             dealer.close(linger=0)
@@ -171,7 +180,7 @@ class PeerNet:
         try:
             data = PEER.encode(message)
             if half is Half.TARGET and peer in self._dealers:
-                self._dealers[peer].send(data, zmq.NOBLOCK)
+                self._send_to_source(self._dealers[peer], message, data)
             elif half is Half.SOURCE and isinstance(message, Refuse):
                 self._refuse(peer, message, data)
             elif half is Half.SOURCE and peer in self._routes:
@@ -198,7 +207,11 @@ class PeerNet:
                 self.counters["refused.MALFORMED_MESSAGE"] += 1
                 continue
             self._take(route, frame, received)
-        for dealer, dialled in [item for item in self._dialled.items() if item[0] in ready]:
+        for dealer, dialled in list(self._dialled.items()):
+            if dialled.greeting in ready:
+                self._greeted(dealer, dialled)
+            if dealer not in ready:
+                continue
             for _ in range(MESSAGES_PER_TURN_MAX):
                 try:
                     data = dealer.recv(zmq.NOBLOCK)
@@ -209,7 +222,9 @@ class PeerNet:
 
     def close(self) -> None:
         """Close all connections after a short time for unsent messages."""
-        for dealer in getattr(self, "_dealers", {}).values():
+        for peer, dealer in list(getattr(self, "_dealers", {}).items()):
+            self._stop_greeting(dealer, self._dialled[dealer])
+            del self._dealers[peer]
             dealer.close()
         if not self._router.closed:
             self._router.disable_monitor()
@@ -249,6 +264,29 @@ class PeerNet:
             "their deployment",
             reason=Reason.UNKNOWN_INSTANCE,
         )
+
+    def _send_to_source(self, dealer: zmq.Socket[bytes], message: PeerMessage, data: bytes) -> None:
+        """Send, or keep an Attach until the handshake: after it the source may connect to our data ports."""
+        dialled = self._dialled[dealer]
+        if dialled.greeting is None:
+            dealer.send(data, zmq.NOBLOCK)
+        elif isinstance(message, Attach):
+            dialled.attach = data
+        else:
+            self.counters["unsent"] += 1
+
+    def _greeted(self, dealer: zmq.Socket[bytes], dialled: Dialled) -> None:
+        """A handshake has succeeded: admit the host, and send the Attach that waited for that."""
+        self._stop_greeting(dealer, dialled)
+        self._admit_host(dealer, dialled.host)
+        if dialled.attach:
+            dealer.send(dialled.attach, zmq.NOBLOCK)
+
+    def _stop_greeting(self, dealer: zmq.Socket[bytes], dialled: Dialled) -> None:
+        if dialled.greeting is not None:
+            self.poller.unregister(dialled.greeting)
+            dealer.disable_monitor()
+            dialled.greeting = None
 
     def _decode(self, data: bytes) -> PeerMessage | None:
         try:

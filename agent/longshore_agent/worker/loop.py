@@ -292,7 +292,7 @@ class Worker:
     def _dial(self, effect: Dial, now_ns: int) -> None:
         assert self.target is not None
         try:
-            self.net.dial(effect.peer, effect.address, admits=effect.admits)
+            self.net.dial(effect.peer, effect.address)
         except TransportError as error:
             self.target.refuse(effect.peer, error.reason, str(error), now_ns)
 
