@@ -66,7 +66,7 @@ def parameters_for_decode(handover: Handover) -> dict[str, Any]:
 def _life(endpoint: Endpoint, content: str) -> str:
     # Decode also finds a worker that was restarted, at the same address with another epoch.
     addresses = [(each.rank, each.address, each.engine) for each in endpoint.ranks]
-    place = _ENCODER.encode((endpoint.instance, endpoint.layout, addresses, content))
+    place = _ENCODER.encode((endpoint.instance, endpoint.layout, addresses, endpoint.seals, content))
     return hashlib.blake2b(place, digest_size=8).hexdigest()
 
 

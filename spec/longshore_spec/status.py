@@ -458,6 +458,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         node_facts: what the kernel grants the agent on its node.
         config: the digest of the config file that the agent runs, by the role of its engines; empty without a file.
         draining: the agent is stopping and accepts nothing new.
+        sealed_endpoints: it has the deployment's keys, so that its workers dial only endpoints that agents of the deployment
+            gave.
         self_test: the result of the last self-test.
         findings: what is wrong, the worst first; empty: nothing.
     """
@@ -473,6 +475,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     node_facts: NodeFacts = NodeFacts()
     config: Mapping[str, str] = {}
     draining: bool = False
+    sealed_endpoints: bool = False
     self_test: SelfTest | None = None
     findings: tuple[Finding, ...]
     instances: tuple[InstanceStatus, ...] = ()

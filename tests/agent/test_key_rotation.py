@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from agent_fleet import World
 from agent_world import Request, wait_for
@@ -20,7 +21,9 @@ from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import TransportError
 from longshore_client import Half, RoomEventKind
 from longshore_wire.addresses import Listener, join, split
-from longshore_wire.errors import ConfigError
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.errors import ConfigError, LongshoreError, Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PeerMessage
 
 FIRST, SECOND, THIRD = (curve.generate() for _ in range(3))
@@ -87,6 +90,44 @@ def test_an_address_can_choose_among_our_keys_and_bring_none(nets) -> None:
     with pytest.raises(TransportError):
         nets["first"].dial(SOURCE, join([Listener(place, "0123456789abcdef")]))
     assert reaches(nets["first"], nets["second"])
+
+
+LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2), 4)
+ENDPOINT = Endpoint("prefill-0", LAYOUT, tuple(RankAddress(n, f"10.0.0.{n + 1}:1", 5, 6) for n in range(2)), "life")
+
+
+@pytest.mark.parametrize(("gives", "dials"), [*itertools.product(["first", "second"], repeat=2), ("third", "second")])
+def test_an_endpoint_of_an_agent_of_a_neighbouring_revision_is_taken(gives: str, dials: str) -> None:
+    RINGS[dials].check_sealed(RINGS[gives].sealed(ENDPOINT))
+
+
+CHANGES: list[dict[str, object]] = [
+    {"seals": ()},
+    {"seals": (b"",)},
+    {"seals": (bytes(16),) * 1000},
+    {"instance": "prefill-1"},
+    {"agent": "other"},
+    {"layout": msgspec.structs.replace(LAYOUT, page_size=8)},
+    {"ranks": ENDPOINT.ranks[:1]},
+    *(
+        {"ranks": (msgspec.structs.replace(ENDPOINT.ranks[0], **change), ENDPOINT.ranks[1])}
+        for change in ({"address": "10.0.0.9:1"}, {"epoch": 2**62}, {"engine": 7})
+    ),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_endpoint_that_was_changed_or_has_no_seal_is_refused(change: dict[str, object]) -> None:
+    sealed = RINGS["first"].sealed(ENDPOINT)
+    with pytest.raises(LongshoreError, match="no agent of this deployment gave") as caught:
+        RINGS["first"].check_sealed(msgspec.structs.replace(sealed, **change))
+    assert caught.value.reason is Reason.AUTHENTICATION
+
+
+def test_seals_of_another_deployment_or_of_two_rotations_ago_are_refused() -> None:
+    for gives, dials in (("first", "third"), ("third", "first")):
+        with pytest.raises(LongshoreError, match="no agent of this deployment gave"):
+            RINGS[dials].check_sealed(RINGS[gives].sealed(ENDPOINT))
 
 
 def test_an_address_is_read_as_it_was_written() -> None:

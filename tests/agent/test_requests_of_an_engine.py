@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from worker_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
 
+from longshore_agent.control import curve
 from longshore_agent.errors import DeviceError
 from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
@@ -73,6 +74,18 @@ def test_a_claim_at_an_address_that_no_agent_has_is_refused_before_a_socket_is_o
     assert reason(answer) is Reason.MALFORMED_MESSAGE
     assert said in answer.text
     assert (target.core.rooms, target.core.peers, target.core.take_effects()) == ({}, {}, [])
+
+
+def test_a_worker_with_keys_dials_only_the_endpoints_that_agents_of_its_deployment_gave(make):
+    target = make("D", Half.TARGET)
+    target.register()
+    target.requests.keys = curve.KeyRing(curve.generate())
+    for given in (endpoint(), curve.KeyRing(curve.generate()).sealed(endpoint())):
+        answer = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), endpoint=given))
+        assert reason(answer) is Reason.AUTHENTICATION
+        assert (target.core.rooms, target.core.peers, target.core.take_effects()) == ({}, {}, [])
+    sealed = target.requests.keys.sealed(endpoint())
+    assert isinstance(target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), endpoint=sealed)), Accepted)
 
 
 def test_pages_are_prepared_after_the_answer_and_a_failure_of_that_is_left_to_the_copy(make):

@@ -51,12 +51,19 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Addresses of all ranks of one engine instance. Engines pass it on by their own channel."""
+    """Addresses of all ranks of one engine instance. Engines pass it on by their own channel.
+
+    Attributes:
+        agent: the agent that serves all ranks; ranks of one agent may copy into each other's pages.
+        seals: of the agent that gave it, one for each revision of the deployment's keys; empty if it has no keys. A decode
+            worker with keys dials no endpoint without a seal that is theirs.
+    """
 
     instance: str
     layout: KVLayout  # of any one rank: only the model and the parallel sizes matter
     ranks: tuple[RankAddress, ...]
-    agent: str = ""  # the agent that serves all ranks; ranks of one agent may copy into each other's pages
+    agent: str = ""
+    seals: tuple[bytes, ...] = ()
 
     @property
     def complete(self) -> bool:

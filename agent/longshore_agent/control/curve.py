@@ -1,4 +1,4 @@
-"""Reads and writes CURVE keys of the control protocol, and runs the ZAP handler that checks client keys.
+"""Reads and writes CURVE keys of the control protocol, seals endpoints, and runs the ZAP handler that checks client keys.
 
 A CURVE server without such a handler accepts every client key. Keys are Z85 text in one JSON file, `curve.json`,
 which the operator keeps in a Secret. During a rotation of keys, `previous.json` beside it holds those of the previous
@@ -8,6 +8,7 @@ revision, so that agents of both revisions know each other's server keys and acc
 from __future__ import annotations
 
 import hashlib
+import hmac
 import sys
 import threading
 from pathlib import Path
@@ -16,12 +17,14 @@ import msgspec
 import zmq
 
 from longshore_agent.files import read_secret
-from longshore_wire.errors import ConfigError
+from longshore_wire.engine_messages import Endpoint
+from longshore_wire.errors import ConfigError, LongshoreError, Reason
 
 KEYS_FILE = "curve.json"
 PREVIOUS_FILE = "previous.json"
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
 _FINGERPRINT_CHARACTERS = 16
+_SEAL_LABEL, _SEAL_BYTES = b"longshore endpoint", 16
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +52,11 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if faults:
             raise ConfigError(faults)
 
+    def seal(self, data: bytes) -> bytes:
+        """Return the seal of data, by a key that is derived from the server's secret key."""
+        key = hmac.digest(self.server_secret.encode(), _SEAL_LABEL, "sha256")
+        return hmac.digest(key, data, "sha256")[:_SEAL_BYTES]
+
     @property
     def fingerprint(self) -> str:
         """A short name of the server key, which distinguishes revisions."""
@@ -75,6 +83,25 @@ class KeyRing(msgspec.Struct, frozen=True):
     def named(self, fingerprint: str) -> CurveKeys | None:
         """Return the keys whose server key has this fingerprint, or None."""
         return next((keys for keys in self.revisions if keys.fingerprint == fingerprint), None)
+
+    def sealed(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint with the seals by which other agents of the deployment know that one of them gave it."""
+        data = _sealed_fields(endpoint)
+        return msgspec.structs.replace(endpoint, seals=tuple(keys.seal(data) for keys in self.revisions))
+
+    def check_sealed(self, endpoint: Endpoint) -> None:
+        """Raise LongshoreError unless an agent of the deployment gave this endpoint."""
+        data = _sealed_fields(endpoint)
+        if not any(hmac.compare_digest(keys.seal(data), seal) for keys in self.revisions for seal in endpoint.seals):
+            raise LongshoreError(
+                f"no agent of this deployment gave the endpoint of {endpoint.instance}: pass on the endpoint of the prefill engine "
+                "unchanged; agents of both sides need keys of one revision",
+                reason=Reason.AUTHENTICATION,
+            )
+
+
+def _sealed_fields(endpoint: Endpoint) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(endpoint, seals=()))
 
 
 def _is_key(keys: CurveKeys, name: str) -> bool:

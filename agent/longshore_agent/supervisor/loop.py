@@ -347,6 +347,7 @@ class Supervisor:
                 node_facts=self._node_facts,
                 config=self._config_digests,
                 draining=self._stopping_s is not None,
+                sealed_endpoints=bool(self.settings.keys_directory),
                 dying=self._restarts.dying(now_s),
                 restarts_lately=self._restarts.lately(now_s),
                 self_test=self._self_test_result,

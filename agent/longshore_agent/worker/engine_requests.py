@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from longshore_agent.control.curve import KeyRing
 from longshore_agent.errors import MemoryLostError, PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.host_memory import torn_count
@@ -95,6 +96,7 @@ class EngineRequests:
     prepare_pool: Callable[[KVPool], None] = _nothing  # called before a pool is registered
     # Called after a room's pages are accepted, before a copy of them begins, with the ways that were claimed so far.
     prepare_pages: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
+    keys: KeyRing | None = None  # of the deployment; None: endpoints have no seals
     closing: str = ""  # why new rooms are refused; empty: they are accepted
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _partial_claims: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
@@ -319,11 +321,13 @@ class EngineRequests:
     def _receive(self, message: Receive, now_ns: int) -> ToEngine | None:
         if self.target is None:
             raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
-        message.endpoint.check()
         pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
             return None
+        message.endpoint.check()
+        if self.keys is not None:
+            self.keys.check_sealed(message.endpoint)
         pages = _page_ids(data)
         self._check_count(message.first_token, message.end_token, len(pages))
         pool.kv_pool.check_pages(pages, unique=True)

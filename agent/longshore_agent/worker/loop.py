@@ -122,8 +122,8 @@ class Worker:
             device=self.mover.resources.device,
             prepare_pool=self.mover.prepare_pool,
             prepare_pages=self.mover.prepare_pages,
+            keys=(keys := read_ring(Path(settings.keys_directory)) if settings.keys_directory else None),
         )
-        keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.peer.path}/{config.epoch}"
         self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.resources.ports.admit)
         self._describe()
@@ -469,7 +469,8 @@ class Worker:
             assert descriptor is not None, "an engine comes with its connection"
             self._adopt(descriptor, now_ns)
         elif isinstance(message, EndpointKnown):
-            self._tell(EndpointUpdate(message.endpoint))
+            keys, endpoint = self.requests.keys, message.endpoint
+            self._tell(EndpointUpdate(endpoint if keys is None else keys.sealed(endpoint)))
         elif isinstance(message, SnapshotWanted):
             for part in snapshot_parts(message.number, encode_snapshot(self, message.room, now_ns)):
                 self._link.send(part)
