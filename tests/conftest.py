@@ -42,7 +42,7 @@ PARTS = {
     "releases": "wheels, releases and the results of benchmarks",
     "simulator": "many seeds of the simulator, all planted bugs, and a hundred thousand rooms",
     "soak": "the soak with real agents",
-    "storms": "thousands of aborts, and runs of pytest in one process that are ended",
+    "storms": "thousands of aborts, messages of a gibibyte, further faults at decode, and runs of pytest that are ended",
     "transports": "behaviours of agents that `make test` shows over one transport, over the others",
 }
 _PART_MARK = "rest"

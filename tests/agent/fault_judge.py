@@ -23,15 +23,23 @@ CARRIED: dict[tuple[str, str], list[str]] = {}
 Test = Callable[..., None]
 
 
-def carries(*rows: Scene | Wrong, over: Sequence[str] = (LOOPBACK,)) -> Callable[[Test], Test]:
-    """Run a test once for each of `rows` and each transport, with a `judge` of it."""
+def carries(*rows: Scene | Wrong, over: Sequence[str] = (LOOPBACK,), further: str = "") -> Callable[[Test], Test]:
+    """Run a test once for each of `rows` and each transport, with a `judge` of it.
+
+    Args:
+        further: `make test` leaves out the rows of this side.
+    """
 
     def mark(test: Test) -> Test:
         judges = [(row, transport) for transport in over for row in rows]
         names = [row.name if len(over) == 1 else f"{row.name}-{transport}" for row, transport in judges]
         for row, transport in judges:
             CARRIED.setdefault((row.name, transport), []).append(test.__name__)
-        return pytest.mark.parametrize("judge", judges, indirect=True, ids=names)(test)
+        rest = pytest.mark.rest("storms")
+        values = [
+            pytest.param(each, marks=rest if further and each[0].name.endswith(further) else ()) for each in judges
+        ]
+        return pytest.mark.parametrize("judge", values, indirect=True, ids=names)(test)
 
     return mark
 

@@ -144,7 +144,10 @@ def claim_of(process: EngineProcess, target: Engine, total: int) -> tuple[int, l
     return room, pages
 
 
-@pytest.mark.parametrize(("way", "lands"), [("gated", True), ("gated", False), ("whole", False)])
+@pytest.mark.parametrize(
+    ("way", "lands"),
+    [pytest.param("gated", True, marks=pytest.mark.rest("storms")), ("gated", False), ("whole", False)],
+)
 def test_memory_of_a_prefill_engine_killed_in_mid_write_is_let_go_and_other_engines_rooms_finish(place, way, lands):
     target = getattr(place, way)
     doomed = place.world.process(place.prefill, f"doomed-{way}-{lands}")

@@ -73,7 +73,7 @@ def but_largest(pairs: Sequence[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*pair, marks=FURTHER) if LARGEST & {*pair} else pair for pair in pairs]
 
 
-BOTH_WAYS = but_largest([*PAIRS, *((target, source) for source, target in PAIRS)])
+BOTH_WAYS = [*but_largest(PAIRS), *(pytest.param(target, source, marks=FURTHER) for source, target in PAIRS)]
 # Cases over every transport: TP above the number of heads, pipelines, pages of 16 and 64 tokens, both page orders, MLA.
 CHOSEN = [
     ("tp2-64", "tp2-hnd"),

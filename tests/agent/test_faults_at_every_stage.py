@@ -23,7 +23,7 @@ from fault_strike import (
     stop_engine,
     stop_worker,
 )
-from fault_table import WRITING, scenes, wrong
+from fault_table import DECODE, WRITING, scenes, wrong
 
 from longshore_wire.engine_messages import Half
 
@@ -76,12 +76,12 @@ def leased(tmp_path_factory) -> Iterator[Place]:
     yield from make_place(tmp_path_factory.mktemp("leased"), SHORT_LEASE_S)
 
 
-@carries(*scenes("engine killed"))
+@carries(*scenes("engine killed"), further=DECODE)
 def test_what_a_killed_engine_had_open_ends_by_name_at_the_other_side(place, judge):
     play(place, judge, kill_engine, dooms=True)
 
 
-@carries(*scenes("engine stopped"))
+@carries(*scenes("engine stopped"), further=DECODE)
 def test_what_a_stopped_engine_had_open_ends_by_its_lease_on_both_sides(leased, judge):
     play(leased, judge, stop_engine, dooms=True)
 
@@ -91,7 +91,7 @@ def test_what_a_killed_worker_had_begun_ends_on_both_sides_and_its_engine_is_ser
     play(place, judge, kill_worker)
 
 
-@carries(*scenes("peer silent"))
+@carries(*scenes("peer silent"), further=DECODE)
 def test_what_was_open_with_a_worker_that_says_nothing_ends_on_both_sides(place, judge):
     play(place, judge, stop_worker)
 

@@ -349,6 +349,7 @@ def test_who_has_no_key_of_the_deployment_is_not_heard(fleet, judge):
     plays(judge, fleet, NOTHING, NOTHING)
 
 
+@pytest.mark.rest("storms")
 @carries(wrong("a message of 1 GiB from a peer"))
 def test_a_peers_message_of_a_gibibyte_costs_it_the_connection_and_the_worker_no_memory(fleet, judge, friend):
     judge.begin(fleet.prefill, fleet.decode)
