@@ -24,7 +24,7 @@ from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status_pages import OK, AgentPages
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
+from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE, room_name
 
 # Includes the self-test. On a busy machine with few cores, loading the libraries takes most of the time.
 READY_TIMEOUT_S = 120.0
@@ -184,8 +184,8 @@ class LocalAgent:
         return found
 
     def room(self, room: int) -> dict[str, Any]:
-        """Return `/v1/rooms/<room>`."""
-        found: dict[str, Any] = self.get(f"/v1/rooms/{room}")
+        """Return `/v1/rooms/<name of the room>`."""
+        found: dict[str, Any] = self.get(f"/v1/rooms/{room_name(room)}")
         return found
 
     def metrics(self) -> MetricsPage:

@@ -19,6 +19,7 @@ import msgspec
 
 from longshore_client.errors import ArgumentError
 from longshore_wire import names
+from longshore_wire.bindings import BINDING_BYTES_MAX, Binding
 from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Endpoint, Half, Hello, RoomEventKind
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, TargetMemory
@@ -212,6 +213,18 @@ def struct(name: str, value: object, kind: type[S]) -> S:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ArgumentError(f"{name} has a field that no agent can read: {error}") from error
     return found
+
+
+def binding_of(prompt: object, capability: object) -> Binding:
+    """Return what ties a half to its request."""
+    return Binding(_secret("prompt", prompt), _secret("capability", capability))
+
+
+def _secret(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) > BINDING_BYTES_MAX:
+        # It is never shown.
+        raise ArgumentError(f"{name} is none: give up to {BINDING_BYTES_MAX} bytes")
+    return value
 
 
 def endpoint_of(value: object) -> Endpoint:

@@ -43,6 +43,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import PoolGeometry, TargetMemory
+from longshore_wire.names import room_name
 
 # An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.
 CALL_TIMEOUT_S = 30.0
@@ -201,6 +202,8 @@ class Client:
         *,
         last: bool,
         pool: int = 0,
+        prompt: bytes = b"",
+        capability: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """Offer tokens [first_token, end_token) of a room, computed and visible in `pages`. Never waits for a transfer.
@@ -212,6 +215,10 @@ class Client:
             pages: [page_count] ids, or packed int32, little endian; the first is page number `first_token // page_size`
                 of the sequence, the last holds token `end_token - 1`.
             last: True: `end_token` is the sequence's length. Such a chunk may be empty.
+            prompt: a digest of the prompt, up to 16 bytes, the same for all chunks; empty: none. If decode's claim has
+                another one, the room fails with PROMPT_MISMATCH. Agents neither show nor log it.
+            capability: a random secret, up to 16 bytes, the same for all chunks. Claims that do not show it are refused, and
+                the room goes on. Empty: who knows `room` and `endpoint` can claim the room's KV, so draw `room` at random.
         Raises:
             ArgumentError: pages and tokens do not fit together; nothing was sent.
             Busy: make the same call again after the hint; an accepted part is not sent twice.
@@ -224,18 +231,23 @@ class Client:
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
         first_token, end_token = arguments.token_range(first_token, end_token)
         last, timeout_s = arguments.flag("last", last), arguments.timeout(timeout_s)
+        binding = arguments.binding_of(prompt, capability)
         packed = pages_for(pages, first_token, end_token, self.layout.page_size)
         if first_token == end_token and not last:
-            raise ArgumentError(f"room {room}: tokens [{first_token}, {end_token}) are none: only `last` may be empty")
+            raise ArgumentError(
+                f"room {room_name(room)}: tokens [{first_token}, {end_token}) are none: only `last` may be empty"
+            )
         key, link = HalfKey(Half.SOURCE, self.instance, room, pool), self._link(TargetMemory.DEVICE)
         with self._changed:
             resume_token = self._core.ledger.resumed(key, first_token, end_token, last=last)
         for part in split_offer(room, pool, packed, first_token, end_token, last=last, page_size=self.layout.page_size):
             if resume_token is not None and part.end_token <= resume_token:
                 continue
-            offer = msgspec.structs.replace(part, request=self._core.next_number())
+            offer = msgspec.structs.replace(part, request=self._core.next_number(), binding=binding)
             try:
-                begun_ns = self._tell(link, Call((offer,), key=key), f"send of room {room}", timeout_s, begun_ns)
+                begun_ns = self._tell(
+                    link, Call((offer,), key=key), f"send of room {room_name(room)}", timeout_s, begun_ns
+                )
             except (Busy, AgentLost):
                 with self._changed:
                     self._core.ledger.stopped(key, Resume(first_token, end_token, last, part.first_token))
@@ -252,6 +264,8 @@ class Client:
         pool: int = 0,
         memory: TargetMemory | None = None,
         digest: bool = False,
+        prompt: bytes = b"",
+        capability: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """Claim tokens [first_token, end_token) of a room into `pages`. Never waits for a transfer.
@@ -264,6 +278,7 @@ class Client:
             memory: that of the pool, DEVICE or HOST; None: the deployment's `decode.target`.
             digest: compare digests of both sides' pages, even if the deployment does not (`integrity.digest`). If they differ,
                 the room fails with DIGEST_MISMATCH and names layer, head and rank.
+            prompt, capability: see `send`.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
@@ -286,9 +301,10 @@ class Client:
             page_count=len(packed) // PAGE_BYTES,
             pages=b"",
             digest=digest,
+            binding=arguments.binding_of(prompt, capability),
         )
         call = Call(tuple(split_claim(whole, packed)), key=key)
-        self._tell(link, call, f"receive of room {room}", timeout_s, begun_ns)
+        self._tell(link, call, f"receive of room {room_name(room)}", timeout_s, begun_ns)
 
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
@@ -307,7 +323,7 @@ class Client:
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
         instance = None if instance is None else arguments.text("instance", instance)
         timeout_s = arguments.timeout(timeout_s)
-        what = f"cancel of room {room}"
+        what = f"cancel of room {room_name(room)}"
         with self._changed:
             self._check_open(what)
             ledgers = [(link, link.core.ledger) for link in self._links.values()]
@@ -360,11 +376,11 @@ class Client:
             return self._core.find_event(half, instance, room, pool, kinds)
 
         with self._changed:
-            self._wait_for(lambda: find() is not None, timeout_s, f"wait for room {room}")
+            self._wait_for(lambda: find() is not None, timeout_s, f"wait for room {room_name(room)}")
             event = find()
             if event is None:
                 raise WaitTimeout(
-                    f"room {room}: none of {', '.join(sorted(kind.name for kind in kinds))} within {timeout_s} s: "
+                    f"room {room_name(room)}: none of {', '.join(sorted(kind.name for kind in kinds))} within {timeout_s} s: "
                     "wait again, or cancel the room"
                 )
             self._core.events.remove(event)
@@ -442,7 +458,7 @@ class Client:
             if call.key and any(
                 other is not link and other.core.ledger.get(call.key) for other in self._links.values()
             ):
-                text = f"room {call.key.room} is claimed already, into another memory: use one claim a room"
+                text = f"room {room_name(call.key.room)} is claimed already, into another memory: use one claim a room"
                 raise RoomError(text, reason=Reason.ROOM_REUSED)
             link.core.enter(call, what)
             link.expect(call)

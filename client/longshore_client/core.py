@@ -47,6 +47,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 from longshore_wire.layout import TargetMemory
+from longshore_wire.names import room_name
 
 # Messages that wait for space in the socket. A claim of a million pages is 123 messages, and each thread has one open
 # call.
@@ -378,10 +379,12 @@ class Core:
             if call.done:
                 self._answer(call, Accepted(call.number))
             elif found is None or found.ended is not None:
-                text = f"room {call.key.room} had failed when the worker was lost"
+                text = f"room {room_name(call.key.room)} had failed when the worker was lost"
                 self._answer(call, Refused(call.number, Reason.WORKER_LOST, text))
             elif found.cancelled:
-                self._answer(call, Refused(call.number, Reason.CANCELLED, f"room {call.key.room} was cancelled"))
+                self._answer(
+                    call, Refused(call.number, Reason.CANCELLED, f"room {room_name(call.key.room)} was cancelled")
+                )
 
     def _pools_again(self) -> Iterator[Call]:
         for pool in self.pools.values():

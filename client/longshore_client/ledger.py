@@ -25,6 +25,7 @@ from longshore_wire.engine_messages import (
     UnregisterPool,
 )
 from longshore_wire.errors import Reason, RoomError
+from longshore_wire.names import room_name
 
 # Open halves: far more than an agent accepts, so that the agent's own limit applies first.
 HALVES_MAX = 65_536
@@ -225,10 +226,16 @@ class Ledger:
 def _check_open(found: OpenHalf) -> None:
     key = found.key
     if found.ended is not None and found.ended.kind is RoomEventKind.FAILED:
-        raise RoomError(f"room {key.room} has failed: {found.ended.text}", reason=found.ended.reason)
+        raise RoomError(f"room {room_name(key.room)} has failed: {found.ended.text}", reason=found.ended.reason)
     if found.ended is not None:
-        raise RoomError(f"room {key.room} is done: use a new id for a new request", reason=Reason.ROOM_REUSED)
+        raise RoomError(
+            f"room {room_name(key.room)} is done: use a new id for a new request", reason=Reason.ROOM_REUSED
+        )
     if found.cancelled:
-        raise RoomError(f"room {key.room} was cancelled: use a new id for a new request", reason=Reason.CANCELLED)
+        raise RoomError(
+            f"room {room_name(key.room)} was cancelled: use a new id for a new request", reason=Reason.CANCELLED
+        )
     if key.half is Half.TARGET:
-        raise RoomError(f"room {key.room} is claimed already: use one claim a room", reason=Reason.ROOM_REUSED)
+        raise RoomError(
+            f"room {room_name(key.room)} is claimed already: use one claim a room", reason=Reason.ROOM_REUSED
+        )

@@ -15,9 +15,11 @@ from queue import SimpleQueue
 
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, ArgumentError, Busy, CallTimeout, ClientClosed
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import TargetMemory
+from longshore_wire.names import room_name
 
 # A worker's restart takes seconds. A call that waits for longer delays those behind it.
 CALL_LIMIT_S = 30.0
@@ -138,6 +140,7 @@ class Halves:
         end_token: int,
         *,
         last: bool,
+        binding: Binding = UNBOUND,
         fence: Callable[[], None] | None = None,
         half: OpenHalf | None = None,
     ) -> OpenHalf:
@@ -156,7 +159,10 @@ class Halves:
         found.touched_s = time.monotonic()
 
         def send(timeout_s: float) -> None:
-            self._client.send(room, pages, first_token, end_token, last=last, timeout_s=timeout_s)
+            where = (room, pages, first_token, end_token)
+            self._client.send(
+                *where, last=last, prompt=binding.prompt, capability=binding.capability, timeout_s=timeout_s
+            )
 
         self._put(found, send, fence)
         return found
@@ -169,6 +175,7 @@ class Halves:
         first_token: int,
         end_token: int,
         fence: Callable[[], None] | None = None,
+        binding: Binding = UNBOUND,
     ) -> OpenHalf:
         """Claim tokens [first_token, end_token) of a room into these pages; return its half.
 
@@ -181,7 +188,13 @@ class Halves:
 
         def receive(timeout_s: float) -> None:
             where = (room, endpoint, pages, first_token, end_token)
-            self._client.receive(*where, memory=TargetMemory.DEVICE, timeout_s=timeout_s)
+            self._client.receive(
+                *where,
+                memory=TargetMemory.DEVICE,
+                prompt=binding.prompt,
+                capability=binding.capability,
+                timeout_s=timeout_s,
+            )
 
         self._put(found, receive, fence)
         return found
@@ -235,7 +248,7 @@ class Halves:
     def _opened(self, key: Key) -> OpenHalf:
         with self._table.lock:
             if key in self._table.halves:
-                raise ArgumentError(f"room {key[2]} of {key[1]} is open at this rank already")
+                raise ArgumentError(f"room {room_name(key[2])} of {key[1]} is open at this rank already")
             found = self._table.halves[key] = OpenHalf(*key, touched_s=time.monotonic())
         return found
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from longshore_client.errors import ArgumentError
+from longshore_wire.bindings import BINDING_BYTES_MAX, UNBOUND, Binding
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LongshoreError
+from longshore_wire.names import room_name
 
 HANDOVER_VERSION = 1
 # The key of a request's `kv_transfer_params` that holds the handover.
@@ -32,6 +37,8 @@ ROOM_END = 1 << 64
 WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"
 # An endpoint of 2,048 ranks is about 130 kB. A router must not make an engine decode much more.
 HANDOVER_CHARACTERS_MAX = 1 << 20
+_PROMPT_LABEL = b"longshore prompt 1\0"
+_ID_BYTES = 4
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +49,50 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     endpoint: Endpoint
     content: str  # meaning of a page's bytes, beyond the layout; equal on both sides
+    binding: Binding = UNBOUND  # of the room, which decode's claim must show
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's prompt, as its engine has it.
+
+    Attributes:
+        length: number of tokens.
+        tokens: their ids; None: the engine got no ids, for example embeddings.
+        lora: name of the request's LoRA adapter; empty: none.
+        salt: the request's cache salt; empty: none.
+        multimodal: hashes of its images and other inputs that are no text, in order.
+    """
+
+    length: int
+    tokens: Sequence[int] | None
+    lora: str = ""
+    salt: str = ""
+    multimodal: tuple[str, ...] = ()
+
+    def digest(self, length: int) -> bytes:
+        """Return the digest of the prompt's first `length` tokens and of all else that their KV depends on.
+
+        It is SHA-256, cut to 128 bits, over a text of our own, so that it does not depend on an engine's release: a label with
+        our version, `length`, the ids as uint32, then adapter, salt and hashes, each after its length; numbers little-endian.
+
+        Raises:
+            ArgumentError: there are no ids, or one that is no uint32.
+        """
+        if self.tokens is None:
+            raise ArgumentError("the prompt has no token ids: prompts of embeddings cannot be handed over")
+        try:
+            ids = array("I", self.tokens[:length])
+        except (TypeError, OverflowError) as error:
+            raise ArgumentError(f"the prompt has a token id that is no uint32: {error}") from error
+        assert ids.itemsize == _ID_BYTES
+        if sys.byteorder == "big":
+            ids.byteswap()
+        found = hashlib.sha256(_PROMPT_LABEL + length.to_bytes(8, "little") + ids.tobytes())
+        for text in (self.lora, self.salt, *self.multimodal):
+            data = text.encode("utf-8", "surrogatepass")
+            found.update(len(data).to_bytes(8, "little") + data)
+        return found.digest()[:BINDING_BYTES_MAX]
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -100,7 +151,7 @@ def handover_of(parameters: Mapping[str, Any], of: str = "kv_transfer_params") -
             "run the same release at prefill and decode"
         )
     if found.tokens < 0 or found.room < 0:
-        raise ArgumentError(f"{name} names room {found.room} of {found.tokens} tokens")
+        raise ArgumentError(f"{name} names room {room_name(found.room)} of {found.tokens} tokens")
     return found
 
 
@@ -127,7 +178,10 @@ def promised_handover(parameters: Mapping[str, Any], prompt_tokens: int) -> Hand
         ArgumentError: as `handover_of` and `room_of`.
     """
     found, room = handover_of(parameters), room_of(parameters)
-    return found if room is None else msgspec.structs.replace(found, room=room, tokens=prompt_tokens)
+    if room is None:
+        return found
+    # The room's number is its capability, and the handover is of another prompt.
+    return msgspec.structs.replace(found, room=room, tokens=prompt_tokens, binding=UNBOUND)
 
 
 class Offer(NamedTuple):
@@ -142,6 +196,7 @@ class Offer(NamedTuple):
     first_token: int
     end_token: int
     last: bool
+    binding: Binding = UNBOUND
 
 
 class ReportSent(NamedTuple):
@@ -166,6 +221,7 @@ class Claim(NamedTuple):
     pages: tuple[int, ...]
     first_token: int
     end_token: int
+    binding: Binding = UNBOUND
 
 
 class Withdraw(NamedTuple):

@@ -7,7 +7,8 @@ no pages; `rooms.RankRooms` in every rank carries out its orders.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from longshore_engines.handover import (
     Handover,
     Offer,
     Order,
+    Prompt,
     ReportSent,
     TakeBack,
     Withdraw,
@@ -29,6 +31,7 @@ from longshore_engines.handover import (
     promised_handover,
     room_of,
 )
+from longshore_wire.bindings import BINDING_BYTES_MAX, Binding
 from longshore_wire.engine_messages import Endpoint, Half
 
 _log = logging.getLogger("vllm.longshore")
@@ -38,6 +41,7 @@ _log = logging.getLogger("vllm.longshore")
 ENDPOINT_AGE_MAX_S = 1.0
 # A restarted agent is back in seconds. A prompt waits this long for it, and is then computed without an offer.
 AGENT_AWAY_MAX_S = 30.0
+ROOM_BYTES = 8
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class _Prompt:
 
     room: int
     tokens: int
+    binding: Binding
     offered: int = 0
 
 
@@ -55,13 +60,15 @@ class RequestBook:
     Args:
         page_size: tokens of a page.
         roles: SOURCE if this engine may offer KV, TARGET if it may claim KV; until the ranks have reported theirs.
-        first_room: number of its first room. An instance must not use a number twice.
+        draw: returns this many random bytes. Numbers of rooms must be unique in an instance, and nobody may guess them.
     """
 
-    def __init__(self, page_size: int, roles: Collection[Half], first_room: int) -> None:
+    def __init__(
+        self, page_size: int, roles: Collection[Half], draw: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
         self._page_size = page_size
         self._roles = frozenset(roles)
-        self._room = first_room
+        self._draw = draw
         self._endpoint: Endpoint | None = None
         self._content = ""
         self._heard_s = float("-inf")
@@ -103,8 +110,8 @@ class RequestBook:
             return 0
         try:
             found = promised_handover(parameters, prompt_tokens)
-            self._check(found, prompt_tokens)
-            tokens = found.tokens
+            self._check(found)
+            tokens = min(found.tokens, prompt_tokens)
         except ArgumentError:
             # Let the load fail, so that the engine's policy for that applies.
             tokens = prompt_tokens
@@ -115,35 +122,47 @@ class RequestBook:
         request_id: str,
         parameters: dict[str, Any] | None,
         pages: Sequence[int],
-        prompt_tokens: int,
+        prompt: Prompt,
         external_tokens: int,
     ) -> None:
         """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`."""
         if not parameters:
             return
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
-            self._open(request_id, parameters, prompt_tokens)
+            self._open(request_id, parameters, prompt)
             return
         if not parameters.get(WANTS_PREFILL):
             return
         parameters[WANTS_PREFILL] = False
         try:
-            found = promised_handover(parameters, prompt_tokens)
-            self._check(found, prompt_tokens)
+            found = promised_handover(parameters, prompt.length)
+            self._check(found)
+            binding = Binding(prompt.digest(found.tokens), found.binding.capability)
         except ArgumentError as error:
-            if external_tokens:
-                self._loading.add(request_id)
-                self._orders.append(Fail(request_id, str(error)))
-            self._decline(request_id, parameters, prompt_tokens)
+            self._fail(request_id, str(error), external_tokens)
+            self._decline(request_id, parameters, prompt.length)
+            return
+        if prompt.length < found.tokens or found.binding.prompt not in (b"", binding.prompt):
+            text = f"the handover is of another prompt, of {found.tokens} tokens, and this one has {prompt.length}"
+            self._fail(request_id, f"{text}: pass on what prefill answered for the same prompt", external_tokens)
+            # Its own request may still claim the room.
             return
         if not external_tokens:
-            self._orders.append(_nothing_of(found, request_id))
+            self._orders.append(_nothing_of(found, request_id, binding))
             return
         first_token = found.tokens - external_tokens
         first_page, end_page = first_token // self._page_size, -(-found.tokens // self._page_size)
         self._loading.add(request_id)
         self._orders.append(
-            Claim(request_id, found.room, found.endpoint, tuple(pages[first_page:end_page]), first_token, found.tokens)
+            Claim(
+                request_id,
+                found.room,
+                found.endpoint,
+                tuple(pages[first_page:end_page]),
+                first_token,
+                found.tokens,
+                binding,
+            )
         )
 
     @property
@@ -162,7 +181,7 @@ class RequestBook:
         end = prompt.tokens if last else end_token - end_token % size
         if end > first:
             chunk = tuple(pages[first // size : -(-end // size)])
-            self._orders.append(Offer(request_id, prompt.room, chunk, first, end, last))
+            self._orders.append(Offer(request_id, prompt.room, chunk, first, end, last, prompt.binding))
             prompt.offered = end
 
     def preempted(self, request_id: str) -> None:
@@ -174,7 +193,8 @@ class RequestBook:
         if prompt is None or prompt.offered:
             self._orders.append(TakeBack(request_id))
         if prompt is not None and prompt.offered:
-            self._prompts[request_id] = _Prompt(self._next_room(), prompt.tokens)
+            binding = Binding(prompt.binding.prompt, self._draw(BINDING_BYTES_MAX))
+            self._prompts[request_id] = _Prompt(self._next_room(), prompt.tokens, binding)
 
     def finished(
         self, request_id: str, parameters: dict[str, Any] | None, prompt_tokens: int, *, complete: bool
@@ -212,11 +232,16 @@ class RequestBook:
         orders, self._orders = tuple(self._orders), []
         return orders
 
-    def _open(self, request_id: str, parameters: dict[str, Any], prompt_tokens: int) -> None:
+    def _open(self, request_id: str, parameters: dict[str, Any], prompt: Prompt) -> None:
         """Choose the room of a prompt, unless it has one. Its pages are offered when they are computed."""
         if request_id in self._prompts:
             return
         if self._present_endpoint(request_id) is None:
+            return
+        try:
+            digest = prompt.digest(prompt.length)
+        except ArgumentError as error:
+            _log.error("request %s is not handed out: %s", request_id, error)
             return
         try:
             room = room_of(parameters)
@@ -226,7 +251,12 @@ class RequestBook:
             room = None
         # A room is used once, even if the request is.
         parameters.pop(ROOM, None)
-        self._prompts[request_id] = _Prompt(self._next_room() if room is None else room, prompt_tokens)
+        if room is None:
+            room, capability = self._next_room(), self._draw(BINDING_BYTES_MAX)
+        else:
+            # Decode has only the number, which the router drew at random.
+            capability = b""
+        self._prompts[request_id] = _Prompt(room, prompt.length, Binding(digest, capability))
 
     def _hand_out(self, request_id: str, prompt: _Prompt, *, complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Return what `finished` does for a prompt that decode wants."""
@@ -236,7 +266,9 @@ class RequestBook:
         if complete and prompt.offered == prompt.tokens:
             endpoint = self._present_endpoint(request_id)
             if endpoint is not None:
-                handover = Handover(HANDOVER_VERSION, prompt.room, prompt.tokens, endpoint, self._content)
+                handover = Handover(
+                    HANDOVER_VERSION, prompt.room, prompt.tokens, endpoint, self._content, prompt.binding
+                )
                 told = parameters_for_decode(handover)
         if told is None:
             self._orders.append(Withdraw(request_id))
@@ -244,8 +276,7 @@ class RequestBook:
         return True, told
 
     def _next_room(self) -> int:
-        room, self._room = self._room, self._room + 1
-        return room
+        return int.from_bytes(self._draw(ROOM_BYTES), "little")
 
     def _present_endpoint(self, request_id: str) -> Endpoint | None:
         """Return this instance's endpoint; None, with a log message on the request, while an agent is away."""
@@ -261,11 +292,18 @@ class RequestBook:
         if Half.TARGET not in self._roles:
             return
         try:
-            self._orders.append(_nothing_of(promised_handover(parameters, prompt_tokens), request_id))
+            found = promised_handover(parameters, prompt_tokens)
+            self._orders.append(_nothing_of(found, request_id, Binding(b"", found.binding.capability)))
         except ArgumentError as error:
             _log.warning("request %s: prefill keeps its pages until its limit: %s", request_id, error)
 
-    def _check(self, found: Handover, prompt_tokens: int) -> None:
+    def _fail(self, request_id: str, text: str, external_tokens: int) -> None:
+        """Let the load of a request fail, if it waits for one."""
+        if external_tokens:
+            self._loading.add(request_id)
+            self._orders.append(Fail(request_id, text))
+
+    def _check(self, found: Handover) -> None:
         if Half.TARGET not in self._roles:
             raise ArgumentError(f"{WANTS_PREFILL} is set, and this engine only produces KV: use kv_role kv_both")
         if self._content != found.content:
@@ -273,11 +311,7 @@ class RequestBook:
                 f"pages hold {found.content!r} at prefill and {self._content!r} here: bytes of one mean nothing to the "
                 "other; give both engines the same attention backend, data type and kind of processor"
             )
-        if prompt_tokens < found.tokens:
-            raise ArgumentError(
-                f"the prompt has {prompt_tokens} tokens and prefill computed {found.tokens}: give both the same prompt"
-            )
 
 
-def _nothing_of(found: Handover, request_id: str) -> Claim:
-    return Claim(request_id, found.room, found.endpoint, (), found.tokens, found.tokens)
+def _nothing_of(found: Handover, request_id: str, binding: Binding) -> Claim:
+    return Claim(request_id, found.room, found.endpoint, (), found.tokens, found.tokens, binding)

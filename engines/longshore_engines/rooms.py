@@ -16,6 +16,7 @@ from longshore_client.client import Client
 from longshore_engines.halves import Halves, Key, OpenHalf
 from longshore_engines.handover import Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
 from longshore_wire.engine_messages import Half
+from longshore_wire.names import room_name
 
 _log = logging.getLogger("vllm.longshore")
 
@@ -164,10 +165,12 @@ class RankRooms:
             return
         if isinstance(order, Claim):
             where = (order.room, order.endpoint, order.pages, order.first_token, order.end_token)
-            self._open[key] = _Request(order, self._halves.claim(*where, fence), now_s)
+            self._open[key] = _Request(order, self._halves.claim(*where, fence, order.binding), now_s)
         else:
             chunk = (order.room, order.pages, order.first_token, order.end_token)
-            half = self._halves.offer(*chunk, last=order.last, fence=fence, half=known.half if known else None)
+            half = self._halves.offer(
+                *chunk, last=order.last, binding=order.binding, fence=fence, half=known.half if known else None
+            )
             request = self._open.pop(key, None) or _Request(order, half, now_s)
             request.order, request.since_s = order, now_s
             self._open[key] = request
@@ -178,9 +181,9 @@ class RankRooms:
         if not order.pages:
             return
         _log.error(
-            "request %s: room %d is open at this rank already: a router must use each room for one prompt",
+            "request %s: room %s is open at this rank already: a router must use each room for one prompt",
             order.request_id,
-            order.room,
+            room_name(order.room),
         )
         if isinstance(order, Claim):
             self._ended.received.add(order.request_id)
@@ -208,9 +211,9 @@ class RankRooms:
         if failure:
             _log.log(
                 logging.DEBUG if unwanted else logging.WARNING,
-                "request %s, room %d of %s: %s",
+                "request %s, room %s of %s: %s",
                 order.request_id,
-                order.room,
+                room_name(order.room),
                 half.instance,
                 failure,
             )

@@ -18,6 +18,7 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import TAG, VERSION, Ask, Decline, Grant, Left, Message, packed, unpacked
 from longshore_engines.handover import HANDOVER_VERSION, Handover, parameters_for_decode
+from longshore_wire.names import room_name
 
 _log = logging.getLogger("longshore.sglang")
 
@@ -50,9 +51,7 @@ class HandoverAsks:
                 found: Grant | Decline = await future
                 return found
         except TimeoutError:
-            text = (
-                f"prefill has not got prompt {room} within {HANDOVER_LIMIT_S:g} s: send it to prefill at the same time"
-            )
+            text = f"prefill has not got prompt {room_name(room)} within {HANDOVER_LIMIT_S:g} s: send it to prefill at the same time"
             await _send(host, port, Left(room, here, self._port, text))
             return Decline(number, text)
         finally:

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.version import __version__ as sglang_version
 
 from longshore_engines.sglang_checks import V0_5_16
+from longshore_wire.names import room_name
 
 _log = logging.getLogger("longshore.sglang")
 
@@ -100,7 +101,7 @@ class _Receiver(CommonKVReceiver):  # type: ignore[misc] # as above
             time.sleep(RELEASE_LOOK_S)
             if time.monotonic() - begin_s >= RELEASE_LIMIT_S:
                 _end_engine(
-                    f"room {room}: the agent has not released its pages for {RELEASE_LIMIT_S:g} s: restart the agent"
+                    f"room {room_name(room)}: the agent has not released its pages for {RELEASE_LIMIT_S:g} s: restart the agent"
                 )
             if time.monotonic() - warned_s >= RELEASE_WARNING_S:
                 warned_s = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
 import time
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from longshore_client.errors import ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
-from longshore_engines.handover import Offer, Order, token_content
+from longshore_engines.handover import Offer, Order, Prompt, token_content
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
 from longshore_engines.tensors import CacheShape, PageFormat, share
@@ -109,8 +108,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._on_device = False
         self._content = ""
         if role is KVConnectorRole.SCHEDULER:
-            # A random start, so that an engine that keeps its name over a restart repeats no number.
-            self._book = RequestBook(vllm_config.cache_config.block_size, self._roles, secrets.randbits(62))
+            self._book = RequestBook(vllm_config.cache_config.block_size, self._roles)
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             request.request_id,
             request.kv_transfer_params,
             blocks.get_block_ids()[0],
-            request.num_prompt_tokens,
+            _prompt_of(request),
             num_external_tokens,
         )
 
@@ -295,6 +293,18 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
     ) -> LongshoreMetrics:
         """Return the object that puts the counts on vLLM's Prometheus page."""
         return LongshoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _prompt_of(request: Any) -> Prompt:
+    """Return a request's prompt with all that vLLM's own prefix cache tells prompts apart by."""
+    adapter = request.lora_request
+    return Prompt(
+        request.num_prompt_tokens,
+        request.prompt_token_ids if request.prompt_embeds is None else None,
+        adapter.lora_name if adapter is not None else "",
+        request.cache_salt or "",
+        tuple(feature.identifier for feature in request.mm_features),
+    )
 
 
 def _cache_shape(vllm_config: Any) -> CacheShape:

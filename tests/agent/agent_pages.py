@@ -16,6 +16,7 @@ from typing import Any
 
 from longshore_agent.supervisor.snapshots import _ANSWER_LIMIT_S
 from longshore_wire.engine_messages import Half
+from longshore_wire.names import room_name
 
 ANSWER_LIMIT_S = 60.0
 # A late worker is waited for this long. One may hang.
@@ -62,7 +63,7 @@ class AgentPages:
         end_s = time.monotonic() + LATE_LIMIT_S
         while True:
             workers = self.status()["workers"]
-            status, body = self.ask(f"/v1/rooms/{room}")
+            status, body = self.ask(f"/v1/rooms/{room_name(room)}")
             if status == 404:
                 return None
             page: dict[str, Any] = json.loads(body)

@@ -233,6 +233,7 @@ class Request:
     cuts: Sequence[int] = ()
     room: int = field(default_factory=lambda: next(room_ids))
     digest: bool = False
+    binding: dict[str, bytes] = field(default_factory=dict)  # prompt and capability, as `send` and `receive` take them
     source_pages: list[int] = field(default_factory=list)
     target_pages: list[int] = field(default_factory=list)
 
@@ -255,13 +256,14 @@ class Request:
         size = self.source.page_size
         pages = self.source_pages[first // size : -(-end // size)]
         for rank in self.source.ranks:
-            rank.client.send(self.room, pages, first, end, last=end == self.total)
+            rank.client.send(self.room, pages, first, end, last=end == self.total, **self.binding)
 
     def claim(self) -> None:
         """Claim at all ranks, and expect the bytes."""
         endpoint = self.source.endpoint()
         for rank in self.target.ranks:
-            rank.client.receive(self.room, endpoint, self.target_pages, self.prefix, self.total, digest=self.digest)
+            tokens = (self.prefix, self.total)
+            rank.client.receive(self.room, endpoint, self.target_pages, *tokens, digest=self.digest, **self.binding)
             if self.target_pages:
                 rank.put(rank.expected, self.target_pages, self.data, self.prefix, self.total)
 

@@ -12,6 +12,7 @@ from longshore_agent.status.snapshot import AgentSnapshot, WorkerSnapshot
 from longshore_spec import status as structs
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.names import room_name
 
 MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
 PASSED = structs.SelfTest(backend="NIXL", wire="SharedMemory", bytes_moved=1 << 20, seconds=0.01)
@@ -26,7 +27,7 @@ def layout(tp: int, *, page_size: int = 16) -> KVLayout:
 def room(number: int, *, half: str = "target", instance: str = "p") -> structs.RoomStatus:
     pairs = (structs.PairStatus("p", 0, 0, "staged", "open", 1, 3),)
     return structs.RoomStatus(
-        room=str(number), instance=instance, pool=0, half=half, state="open", ways=("staged",), tokens_wanted=100,
+        room=room_name(number), instance=instance, pool=0, half=half, state="open", ways=("staged",), tokens_wanted=100,
         tokens_done=32, tokens_total=-1, slabs_done=1, slabs_total=3, bytes_moved=4096, age_s=0.5, pairs=pairs,
     )  # fmt: skip
 
@@ -54,10 +55,10 @@ class Source:
 
     def __init__(self) -> None:
         self.state = agent(worker())
-        self.asked: int | None = None
+        self.asked: str | None = None
         self.absent: LongshoreError | None = None
 
-    def snapshot(self, room: int | None = None) -> AgentSnapshot:
+    def snapshot(self, room: str | None = None) -> AgentSnapshot:
         self.asked = room
         if self.absent is not None:
             raise self.absent

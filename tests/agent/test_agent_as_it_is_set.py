@@ -32,6 +32,7 @@ from longshore_spec.agent_config import (
     dump,
 )
 from longshore_wire.addresses import main_address
+from longshore_wire.names import room_name
 
 # A loopback address other than an agent's default.
 HOST = "127.0.0.2"
@@ -195,7 +196,7 @@ def test_as_many_spans_are_kept_as_are_set(place: Place) -> None:
     counts = {}
     for agent in (place.given, place.default):
         each = moved(place, agent, "spanned")
-        page = f"/v1/rooms/{each.room}"
+        page = f"/v1/rooms/{room_name(each.room)}"
         wait_for(lambda: len(place.told(agent, page)["halves"]) == 2, what="an answer of both workers")  # noqa: B023
         counts[agent] = len(place.told(agent, page)["spans"])
     # Two workers, each of which keeps two.
@@ -205,7 +206,7 @@ def test_as_many_spans_are_kept_as_are_set(place: Place) -> None:
 def test_a_room_whose_first_spans_are_gone_names_the_workers_that_lack_them(place: Place) -> None:
     for agent, lacking in ((place.given, {"cut-from/0/0", "cut-to/0/0"}), (place.default, set())):
         each = moved(place, agent, "cut")
-        page = f"/v1/rooms/{each.room}"
+        page = f"/v1/rooms/{room_name(each.room)}"
         wait_for(lambda: len(place.told(agent, page)["halves"]) == 2, what="an answer of both workers")  # noqa: B023
         assert set(place.told(agent, page)["incomplete"]) == lacking
 

@@ -39,6 +39,7 @@ from longshore_client import (
 )
 from longshore_wire.addresses import main_address
 from longshore_wire.engine_messages import Half
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     PEER,
     PEER_MESSAGE_BYTES_MAX,
@@ -120,13 +121,15 @@ def test_a_room_is_shown_with_its_pairs_and_spans_and_an_unknown_one_is_not(flee
     each.offer()
     each.arrives()
     shown = fleet.prefill.room_page(each.room)
-    assert shown["room"] == str(each.room) and each.room >= 2**63
+    assert shown["room"] == room_name(each.room) and each.room >= 2**63
     assert {entry["worker"] for entry in shown["halves"]} == {"two/0/0", "two/0/1", "one/0/0"}
     stages = [span for span in shown["spans"] if span["kind"] == "stage"]
     assert {span["stage"] for span in stages} == {"gather", "write", "scatter"}
     assert {span["source_rank"] for span in stages} == {0, 1}
     assert all(span["start_ns"] <= span["end_ns"] for span in shown["spans"])
-    assert any(entry["room"]["room"] == str(each.room) for entry in fleet.prefill.get("/v1/rooms?limit=1000")["rooms"])
+    assert any(
+        entry["room"]["room"] == room_name(each.room) for entry in fleet.prefill.get("/v1/rooms?limit=1000")["rooms"]
+    )
     assert fleet.prefill.ask("/v1/rooms/12345")[0] == 404
 
 
@@ -356,10 +359,7 @@ def test_what_is_wrong_with_a_claim_is_named(fleet):
     assert (error.reason, "pool 9" in str(error)) == (Reason.UNKNOWN_POOL, True)
     part = msgspec.structs.replace(endpoint, ranks=endpoint.ranks[:1])
     error = refusal(receive, each.room, part, pages, 0, 40)
-    assert (error.reason, "lacks rank 1" in str(error)) == (Reason.UNKNOWN_INSTANCE, True)
-    other = msgspec.structs.replace(endpoint, layout=KVLayout(ModelShape(9, 12, 32, 4), Parallel(tp=2), 16))
-    error = refusal(receive, each.room, other, pages, 0, 40)
-    assert (error.reason, "model" in str(error)) == (Reason.LAYOUT_MISMATCH, True)
+    assert (error.reason, "no agent of this deployment gave" in str(error)) == (Reason.AUTHENTICATION, True)
     each.claim()
     error = refusal(receive, each.room, endpoint, pages, 0, 40)
     assert error.reason is Reason.ROOM_REUSED
@@ -367,6 +367,42 @@ def test_what_is_wrong_with_a_claim_is_named(fleet):
     error = refusal(receive, each.room, endpoint, pages, 0, 40)
     assert error.reason is Reason.ROOM_REUSED
     assert fleet.one.intact()
+
+
+SECRET = {"prompt": b"a prompt", "capability": b"0123456789abcdef"}
+
+
+@pytest.mark.shows("argument.send.capability", "argument.receive.capability")
+def test_a_claim_without_the_capability_fails_alone_and_the_room_goes_to_its_own_request(fleet):
+    owner = Request(fleet.one, fleet.same, 40, binding=SECRET)
+    owner.offer()
+    (thief,) = fleet.other_way.ranks
+    pages = fleet.other_way.take_pages(0, 40)
+    for rank in fleet.one.ranks:
+        assert rank.client.open_count == 1
+    thief.client.receive(owner.room, fleet.one.endpoint(), pages, 0, 40, capability=b"fedcba9876543210")
+    event = thief.client.wait(owner.room, Half.TARGET, "one", timeout_s=EVENT_LIMIT_S)
+    assert (event.kind, event.reason) == (RoomEventKind.FAILED, Reason.AUTHENTICATION)
+    thief.client.wait(owner.room, Half.TARGET, "one", [RoomEventKind.RELEASED], EVENT_LIMIT_S)
+    fleet.other_way.free += pages
+    owner.claim()
+    owner.arrives()
+    assert fleet.same.intact()
+    assert fleet.other_way.intact()
+
+
+@pytest.mark.shows("argument.send.prompt", "argument.receive.prompt")
+def test_a_claim_of_another_prompt_gets_no_byte_and_both_halves_say_so(fleet):
+    each = Request(fleet.one, fleet.same, 40, binding=SECRET)
+    each.offer()
+    each.binding = SECRET | {"prompt": b"another prompt"}
+    each.claim()
+    ends = each.ends()
+    assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.PROMPT_MISMATCH)}, ends
+    assert not any(
+        "a prompt" in end.text or "another prompt" in end.text.replace("another prompt than", "") for end in ends
+    )
+    wait_for_none(fleet.leftovers)
 
 
 @pytest.mark.shows("argument.send.last", "argument.receive.end_token")

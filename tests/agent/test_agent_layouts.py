@@ -33,6 +33,7 @@ from longshore_client.memory import pool_geometry
 from longshore_lab.test_engine.pages import held
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import Attention, KVLayout
+from longshore_wire.names import room_name
 
 # Enough consecutive rooms for each of four replicas to get one.
 ROOMS_IN_A_ROW = 16
@@ -155,7 +156,7 @@ def way_between(source: Engine, target: Engine) -> str:
     each.claim()
 
     def ways() -> set[str]:
-        status, body = source.agent.ask(f"/v1/rooms/{each.room}")
+        status, body = source.agent.ask(f"/v1/rooms/{room_name(each.room)}")
         halves = json.loads(body)["halves"] if status == 200 else []
         return {way for half in halves for way in half["room"]["ways"] if half["room"]["half"] == "source"}
 

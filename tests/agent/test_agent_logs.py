@@ -22,6 +22,7 @@ from refused_start import refused_start
 from longshore_agent.logs import _JsonFormatter
 from longshore_client import Half
 from longshore_spec.log_lines import FIELDS
+from longshore_wire.names import room_name
 
 ALWAYS = {"time", "level", "logger", "process", "message"}
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
@@ -68,17 +69,17 @@ def test_a_failed_room_is_logged_with_room_instance_peers_and_reason(place: Plac
     each.claim()
 
     def claimed() -> bool:
-        status, body = place.prefill.ask(f"/v1/rooms/{each.room}")
+        status, body = place.prefill.ask(f"/v1/rooms/{room_name(each.room)}")
         return status == 200 and len(json.loads(body)["halves"]) == 2
 
     wait_for(claimed, what="the claim at both prefill ranks")
     place.target.client.cancel(each.room, Half.TARGET, instance="logged-2")
     place.target.client.wait(each.room, Half.TARGET, "logged-2", timeout_s=EVENT_LIMIT_S)
-    room = {"room": str(each.room), "instance": "logged-2", "reason": "CANCELLED", "deployment": DEPLOYMENT}
+    room = {"room": room_name(each.room), "instance": "logged-2", "reason": "CANCELLED", "deployment": DEPLOYMENT}
     at_decode = logged(place.decode, process="logged-1/0/0", **room)
     assert at_decode["peer"] == "logged-2/0/0,logged-2/0/1"
     assert (at_decode["level"], at_decode["logger"]) == ("warning", "longshore_agent.worker.loop")
-    assert str(each.room) in at_decode["message"]
+    assert room_name(each.room) in at_decode["message"]
     for rank in (0, 1):
         assert logged(place.prefill, process=f"logged-2/0/{rank}", **room)["peer"] == "logged-1/0/0"
 

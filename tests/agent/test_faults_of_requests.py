@@ -26,6 +26,7 @@ from longshore_wire.engine_messages import (
     Hello,
     RoomEventKind,
 )
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, Ping, Refuse
 
 GIB = 1 << 30
@@ -254,8 +255,10 @@ def test_a_claim_from_an_instance_of_another_model_is_refused(fleet, judge):
     judge.begin(fleet.prefill, fleet.decode)
     each = Request(fleet.one, fleet.same, 40)
     each.offer()
-    other = msgspec.structs.replace(fleet.one.endpoint(), layout=KVLayout(OTHER_MODEL, Parallel(), 16))
-    answer = said(lambda: fleet.same.client.receive(each.room, other, each.target_pages, 0, 40))
+    layout = KVLayout(OTHER_MODEL, Parallel(), 16)
+    with connect(fleet.prefill.socket, instance="other", layout=layout, roles=[Half.SOURCE]) as other:
+        endpoint = other.endpoint(EVENT_LIMIT_S)
+        answer = said(lambda: fleet.same.client.receive(each.room, endpoint, each.target_pages, 0, 40))
     each.claim()
     plays(judge, fleet, decode=answer, each=each)
 
@@ -405,7 +408,7 @@ def test_room_ids_may_use_all_64_bits(fleet, judge):
         each.claim()
         each.offer()
         words.add(tuple(ends(each)))
-        assert fleet.prefill.get(f"/v1/rooms/{number}")["room"] == str(number)
+        assert fleet.prefill.get(f"/v1/rooms/{room_name(number)}")["room"] == room_name(number)
     assert fleet.same.intact()
     ((prefill, decode),) = words
     judge.sees(prefill, decode)

@@ -27,7 +27,7 @@ from longshore_client.pages import packed_pages
 from longshore_spec.agent_config import Backend
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import PEER, Ping
+from longshore_wire.peer_messages import PEER, TEXT_CHARACTERS_MAX, Abort, PairKey, Ping, RoomKey
 from longshore_wire.slabs import TRAILER_KEY_BYTES
 from longshore_wire.ways import Way
 
@@ -193,8 +193,9 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
         greeted = dict(net.poller.poll(60_000))
         net.receive(greeted)
         # More than any queue holds. The rest is dropped, and timers send it again.
-        for number in range(50_000):
-            net.send(Half.TARGET, peer, Ping(number, 1))
+        pair = PairKey(RoomKey("prefill", 1, 0), 0, 0, 1, 1, "decode")
+        for _ in range(50_000):
+            net.send(Half.TARGET, peer, Abort(pair, Reason.CANCELLED, "x" * TEXT_CHARACTERS_MAX))
         assert net.counters["unsent"] > 0
         net.send(Half.SOURCE, peer, Ping(0, 1))
         assert net.counters["unroutable"] == 1

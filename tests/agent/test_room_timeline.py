@@ -23,6 +23,7 @@ from longshore_wire.engine_messages import (
     RoomEvent,
     RoomEventKind,
 )
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Demand, PairKey, Ping, RoomKey
 
 KEY = RoomKey("p", 7, 0)
@@ -123,7 +124,7 @@ def place_asks(request: pytest.FixtureRequest) -> bool:
 def test_a_room_is_told_with_the_clock_of_its_host(place: Place) -> None:
     room = moved(place).room
     before_ns = time.monotonic_ns()
-    clocks = [agent.get(f"/v1/rooms/{room}")["clock"] for agent in (place.prefill, place.decode)]
+    clocks = [agent.get(f"/v1/rooms/{room_name(room)}")["clock"] for agent in (place.prefill, place.decode)]
     after_ns = time.monotonic_ns()
     assert len({clock["boot_id"] for clock in clocks}) == 1
     assert clocks[0]["boot_id"]

@@ -31,6 +31,7 @@ from longshore_client import Half
 from longshore_wire.effects import PairEnd, PeerId, RoomEnded
 from longshore_wire.engine_messages import EngineStep, EngineSteps
 from longshore_wire.errors import Reason
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.ways import Way
 
@@ -72,7 +73,7 @@ class Collector:
 
     def of(self, room: int) -> list[Received]:
         """Return the spans of a room's trace: those of its halves, and the steps below them."""
-        halves = [each for each in self.spans if each.about.get("longshore.room") == str(room)]
+        halves = [each for each in self.spans if each.about.get("longshore.room") == room_name(room)]
         traces = {each.span.trace_id for each in halves}
         return [each for each in self.spans if each.span.trace_id in traces]
 
@@ -315,7 +316,7 @@ def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_repor
     theirs.setblocking(False)
     taken = [message for message, _ in NodeLink(theirs).receive()]
     found = [RoomReport.from_bytes(message.data) for message in taken if isinstance(message, RoomReported)]
-    assert [one.room for one in found] == list(range(len(found)))
+    assert [one.room for one in found] == [str(room) for room in range(len(found))]
     dropped = sum(
         series.value for series in metrics.snapshot().series if series.name == "longshore_dropped_spans_total"
     )
@@ -329,7 +330,7 @@ def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_repor
 
 def report(**changes: Any) -> RoomReport:
     fields = {
-        "worker": "d/0/0", "half": Half.TARGET.name.lower(), "instance": "p", "room": 7, "pool": 0, "opened_ns": 1,
+        "worker": "d/0/0", "half": Half.TARGET.name.lower(), "instance": "p", "room": "7", "pool": 0, "opened_ns": 1,
         "ended_ns": 2, "outcome": "done", "reason": "", "text": "", "bytes_moved": 3,
         "pairs": (PairReport("p/0/0", "staged", "TCP", 1),),
     }  # fmt: skip

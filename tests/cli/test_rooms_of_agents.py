@@ -22,6 +22,7 @@ from agent_world import Agent, Engine, Request, wait_for
 
 from longshore_cli.main import main
 from longshore_cli.status_pages import AgentPages
+from longshore_wire.names import room_name
 
 HOST, TOKEN = "127.0.0.1", "a-token-of-this-test"
 SHIFT_NS = 7_000_000_000
@@ -220,7 +221,7 @@ def test_rooms_of_all_agents_are_listed_as_a_table_and_as_json(
         assert main(place.words("rooms")) == 0
         header, *lines = capsys.readouterr().out.splitlines()
         assert header.split() == ["room", "instance", "half", "state", "age", "s", "bytes", "reason", "agent", "worker"]
-        return any(line.split()[:4] == [str(place.room), "traced-2", "target", "done"] for line in lines)
+        return any(line.split()[:4] == [room_name(place.room), "traced-2", "target", "done"] for line in lines)
 
     wait_for(table, what="the room at decode")
 
@@ -386,7 +387,7 @@ def test_a_room_that_waits_and_an_agent_that_is_silent_are_shown_and_the_latter_
             for w in agent["report"]["workers"]
             for room in w["oldest_rooms"]
         ]
-        return next((room for room in rooms if (room["room"], room["half"]) == (str(request.room), "target")), {})
+        return next((room for room in rooms if (room["room"], room["half"]) == (room_name(request.room), "target")), {})
 
     room = wait_for(waits, what="the claimed room")
     assert (room["instance"], room["state"], room["tokens_wanted"]) == ("traced-2", "open", 64)

@@ -42,7 +42,7 @@ def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_pl
     code = "import longshore_client, sys; print(*(name for name in sys.modules if name.startswith('longshore_wire.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("longshore_wire.") for name in done.stdout.split()}
-    assert loaded == {"addresses", "codec", "engine_messages", "errors", "layout", "names"}
+    assert loaded == {"addresses", "bindings", "codec", "engine_messages", "errors", "layout", "names"}
 
 
 # -- offers and claims ---------------------------------------------------------------------------------------------

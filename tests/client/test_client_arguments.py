@@ -106,15 +106,20 @@ class Call:
 
 ROOM_CALL = {"room": NO_ROOM, "pool": NO_POOL, "first_token": NO_TOKEN, "end_token": NO_TOKEN, "pages": NO_PAGES}
 TOKENS = {"room": 1, "pages": [3, 4], "first_token": 0, "end_token": 8, "pool": 0, "timeout_s": 5.0}
+SECRETS = {"prompt": b"p" * 16, "capability": b"c" * 16}
+NO_SECRETS = dict.fromkeys(SECRETS, other_than(bytes) | st.binary(min_size=17, max_size=20))
 CALLS = {
     "send": Call(
-        Client.send, {**TOKENS, "last": False}, {**ROOM_CALL, "last": other_than(bool), "timeout_s": NO_TIME_NOR_NONE}
+        Client.send,
+        {**TOKENS, **SECRETS, "last": False},
+        {**ROOM_CALL, **NO_SECRETS, "last": other_than(bool), "timeout_s": NO_TIME_NOR_NONE},
     ),
     "receive": Call(
         Client.receive,
-        {**TOKENS, "endpoint": ENDPOINT, "memory": TargetMemory.DEVICE, "digest": False},
+        {**TOKENS, **SECRETS, "endpoint": ENDPOINT, "memory": TargetMemory.DEVICE, "digest": False},
         {
             **ROOM_CALL,
+            **NO_SECRETS,
             "endpoint": NO_ENDPOINT,
             "memory": other_than(TargetMemory).filter(lambda value: value is not None) | st.just(TargetMemory.HOST),
             "digest": other_than(bool),

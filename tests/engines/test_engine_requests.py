@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import itertools
+import struct
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,21 +21,46 @@ from longshore_engines.handover import (
     Fail,
     Handover,
     Offer,
+    Prompt,
     ReportSent,
     TakeBack,
     Withdraw,
     handover_of,
     packed_handover,
 )
-from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, RequestBook
+from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, ROOM_BYTES, RequestBook
+from longshore_wire.bindings import Binding
 from longshore_wire.engine_messages import RankAddress
 
 BOTH = (Half.SOURCE, Half.TARGET)
 PAGE = 32
 
 
+class Book(RequestBook):
+    """A book that is given prompts by their lengths. All of its prompts begin in the same way."""
+
+    def allocated(self, request_id, parameters, pages, prompt, external_tokens):
+        made = Prompt(prompt, range(prompt)) if isinstance(prompt, int) else prompt
+        super().allocated(request_id, parameters, pages, made, external_tokens)
+
+
+def secret(number):
+    """Return the capability of the `number`th room."""
+    return bytes([number]) * 16
+
+
+def bound(number, length=70):
+    """Return the binding of the `number`th room, of a prompt of this length."""
+    return Binding(Prompt(length, range(length)).digest(length), secret(number))
+
+
 def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDPOINT):
-    made = RequestBook(PAGE, roles, first_room)
+    numbers, secrets = itertools.count(first_room), itertools.count(first_room)
+    made = Book(
+        PAGE,
+        roles,
+        lambda length: next(numbers).to_bytes(8, "little") if length == ROOM_BYTES else secret(next(secrets)),
+    )
     made.introduced(BOTH, content)
     made.heard(endpoint, 0.0)
     return made
@@ -40,10 +69,11 @@ def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDP
 def computed(prefill, name="p", tokens=70, pages=(7, 3, 5, 6), parameters=None):
     """Let prefill compute a prompt in one step; return what its end returns."""
     parameters = parameters or {"do_remote_decode": True}
+    length = tokens if isinstance(tokens, int) else tokens.length
     prefill.allocated(name, parameters, pages, tokens, 0)
     if name in prefill.computing:
-        prefill.computed(name, pages, tokens)
-    return prefill.finished(name, parameters, tokens, complete=True)
+        prefill.computed(name, pages, length)
+    return prefill.finished(name, parameters, length, complete=True)
 
 
 def forged(**fields):
@@ -64,19 +94,19 @@ def test_a_prompt_that_decode_wants_is_offered_and_its_pages_are_kept_until_it_i
     found = handover_of(told)
     assert (found.room, found.tokens, found.endpoint) == (9, 70, ENDPOINT)
     # A fourth page holds the tokens generated after the prompt.
-    assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 0, 70, last=True), ReportSent("p", 9))
+    assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 0, 70, True, bound(9)), ReportSent("p", 9))
     assert prefill.take_orders() == ()
 
 
 def test_whole_pages_are_offered_in_the_step_that_computes_them_and_the_rest_with_the_last():
     prefill = book()
     prefill.allocated("p", {"do_remote_decode": True}, [7, 3, 5], 90, 0)
-    for end, offered in ((20, ()), (50, (Offer("p", 9, (7,), 0, 32, last=False),)), (63, ())):
+    for end, offered in ((20, ()), (50, (Offer("p", 9, (7,), 0, 32, False, bound(9, 90)),)), (63, ())):
         prefill.computed("p", [7, 3], end)
         assert prefill.take_orders() == offered
     assert prefill.computing == ["p"]
     prefill.computed("p", [7, 3, 5], 90)
-    assert prefill.take_orders() == (Offer("p", 9, (3, 5), 32, 90, last=True),)
+    assert prefill.take_orders() == (Offer("p", 9, (3, 5), 32, 90, True, bound(9, 90)),)
     assert prefill.computing == []
 
 
@@ -95,7 +125,7 @@ def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earl
     parameters = {**earlier, ROOM: 2**63 + 5}
     assert decode.matched(parameters, 70, 32, 0.0) == 38
     decode.allocated("d", parameters, [11, 12, 13], 70, 38)
-    assert decode.take_orders() == (Claim("d", 2**63 + 5, ENDPOINT, (12, 13), 32, 70),)
+    assert decode.take_orders() == (Claim("d", 2**63 + 5, ENDPOINT, (12, 13), 32, 70, Binding(bound(9).prompt)),)
 
 
 def test_the_handover_of_an_earlier_prompt_is_recognised_as_of_another_life():
@@ -126,12 +156,12 @@ def test_a_preempted_prompt_loses_its_room_and_is_offered_as_another():
     prefill.allocated("p", parameters, [7, 3, 5], 70, 0)
     prefill.computed("p", [7, 3, 5], 64)
     prefill.preempted("p")
-    assert prefill.take_orders() == (Offer("p", 5, (7, 3), 0, 64, last=False), TakeBack("p"))
+    assert prefill.take_orders() == (Offer("p", 5, (7, 3), 0, 64, False, Binding(bound(9).prompt)), TakeBack("p"))
     prefill.allocated("p", parameters, [1, 2, 4], 70, 0)
     prefill.computed("p", [1, 2, 4], 70)
     kept, told = prefill.finished("p", parameters, 70, complete=True)
     assert (kept, handover_of(told).room) == (True, 9)
-    assert prefill.take_orders() == (Offer("p", 9, (1, 2, 4), 0, 70, last=True), ReportSent("p", 9))
+    assert prefill.take_orders() == (Offer("p", 9, (1, 2, 4), 0, 70, True, bound(9)), ReportSent("p", 9))
 
 
 def test_pages_of_a_prompt_that_ended_after_it_was_preempted_are_taken_back_too():
@@ -181,7 +211,7 @@ def test_all_tokens_that_are_not_here_are_claimed_into_the_pages_behind_the_pref
     decode, parameters = book(), handed_out(70)
     assert decode.matched(parameters, 70, 32, 0.0) == 38
     decode.allocated("d", parameters, [11, 12, 13, 14], 70, 38)
-    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (12, 13), 32, 70),)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (12, 13), 32, 70, bound(9)),)
 
 
 def test_a_request_is_claimed_once_however_often_it_gets_pages():
@@ -200,19 +230,19 @@ def test_a_prompt_longer_than_what_prefill_computed_takes_what_there_is():
     decode, parameters = book(), handed_out(64)
     assert decode.matched(parameters, 90, 0, 0.0) == 64
     decode.allocated("d", parameters, [11, 12, 13], 90, 64)
-    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (11, 12), 0, 64),)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (11, 12), 0, 64, bound(9, 64)),)
 
 
 def test_a_request_that_needs_nothing_frees_the_pages_of_prefill():
     decode, parameters = book(), handed_out(70)
     decode.allocated("d", parameters, [11, 12, 13], 70, 0)
-    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70),)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70, bound(9)),)
 
 
 def test_a_request_that_ends_before_it_got_pages_frees_those_of_prefill():
     decode, parameters = book(), handed_out(70)
     assert decode.finished("d", parameters, 70, complete=False) == (False, None)
-    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70),)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70, Binding(b"", secret(9))),)
 
 
 def test_a_request_that_ends_while_it_loads_is_withdrawn_and_one_that_has_loaded_is_not():
@@ -250,22 +280,65 @@ def test_what_is_no_handover_becomes_a_load_that_fails_and_no_error_in_the_sched
         handover_of(parameters)
 
 
-@pytest.mark.parametrize(
-    ("options", "prompt_tokens", "said"),
-    [
-        ({"content": "attention bfloat16"}, 70, "attention bfloat16"),
-        ({"tokens": 71}, 70, "the same prompt"),
-    ],
-)
-def test_pages_that_would_mean_something_else_are_not_loaded(options, prompt_tokens, said):
-    decode, parameters = book(), handed_out(**options)
-    tokens = handover_of(parameters).tokens
-    decode.allocated("d", parameters, [11, 12, 13], prompt_tokens, prompt_tokens)
+def test_pages_that_would_mean_something_else_are_not_loaded_and_prefill_is_told():
+    decode, parameters = book(), handed_out(content="attention bfloat16")
+    decode.allocated("d", parameters, [11, 12, 13], 70, 70)
     order, freed = decode.take_orders()
     assert isinstance(order, Fail)
-    assert said in order.text
+    assert "attention bfloat16" in order.text
     # Prefill must not wait for a claim that never comes.
-    assert freed == Claim("d", 9, ENDPOINT, (), tokens, tokens)
+    assert freed == Claim("d", 9, ENDPOINT, (), 70, 70, Binding(b"", secret(9)))
+
+
+@pytest.mark.parametrize("prompt", [69, Prompt(70, range(1, 71)), Prompt(70, range(70), salt="of another user")])
+def test_a_handover_of_another_prompt_is_not_loaded_and_its_room_is_left_to_its_own_request(prompt):
+    decode, parameters = book(), handed_out()
+    decode.allocated("d", parameters, [11, 12, 13], prompt, 70)
+    (order,) = decode.take_orders()
+    assert isinstance(order, Fail)
+    assert "prompt" in order.text
+
+
+def test_a_prompt_without_token_ids_is_neither_handed_out_nor_loaded(caplog):
+    embedded = Prompt(70, None)
+    assert computed(book(), tokens=embedded) == (False, None)
+    assert "the prompt has no token ids" in caplog.text
+    decode, parameters = book(), handed_out()
+    decode.allocated("d", parameters, [11, 12, 13], embedded, 70)
+    assert "the prompt has no token ids" in decode.take_orders()[0].text
+
+
+WHOLE = Prompt(5, [1, 2, 3, 2**32 - 1, 0], "adapter", "salt", ("image-1", "image-2"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WHOLE, tokens=[1, 2, 3, 2**32 - 1, 1]),
+        replace(WHOLE, tokens=[2, 1, 3, 2**32 - 1, 0]),
+        replace(WHOLE, lora=""),
+        replace(WHOLE, lora="adaptersalt", salt=""),
+        replace(WHOLE, salt="salt2"),
+        replace(WHOLE, multimodal=("image-2", "image-1")),
+        replace(WHOLE, multimodal=("image-1",)),
+        replace(WHOLE, multimodal=("image-1image-2",)),
+    ],
+)
+def test_prompts_with_other_kv_have_other_digests(other):
+    assert len(WHOLE.digest(5)) == 16
+    assert other.digest(5) != WHOLE.digest(5)
+
+
+def test_the_digest_is_of_the_first_tokens_and_of_their_number_whatever_holds_them():
+    assert replace(WHOLE, length=6, tokens=(1, 2, 3, 2**32 - 1, 0, 7)).digest(5) == WHOLE.digest(5)
+    assert WHOLE.digest(4) != WHOLE.digest(5)
+    # Both engines, also of other releases and on other processors, must have the same.
+    assert (
+        Prompt(3, [1, 2, 70000]).digest(3).hex()
+        == hashlib.sha256(b"longshore prompt 1\0" + struct.pack("<QIIIQQ", 3, 1, 2, 70000, 0, 0)).hexdigest()[:32]
+    )
+    with pytest.raises(ArgumentError, match="no uint32"):
+        Prompt(1, [-1]).digest(1)
 
 
 def test_an_engine_that_only_produces_fails_a_load():

@@ -116,7 +116,17 @@ def engines(module, tmp_path):
 
 
 def request(name, parameters, tokens=70, status=Status.FINISHED_LENGTH_CAPPED):
-    return SimpleNamespace(request_id=name, kv_transfer_params=parameters, num_prompt_tokens=tokens, status=status)
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=parameters,
+        num_prompt_tokens=tokens,
+        prompt_token_ids=list(range(tokens)),
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+        status=status,
+    )
 
 
 def blocks(*numbers):

@@ -107,11 +107,11 @@ def test_a_room_ends_on_both_sides_where_decode_could_never_connect_its_sources(
     assert scene.target.peers == {}
 
 
-def test_a_source_that_never_answered_is_dialled_no_longer_than_its_rooms_are_open() -> None:
+def test_a_source_that_never_answered_is_given_up_with_its_last_room() -> None:
     scene = Scene.of(settle=False)
     messages_of(scene.target)
     scene.target.cancel(KEY, Reason.CANCELLED, "enough", 0)
-    for second in range(1, 5):
+    for second in range(1, 3 + scene.target.config.peer_timeout_ns // SECOND_NS):
         scene.target.renew(second * SECOND_NS)
         scene.target.tick(second * SECOND_NS)
     assert {effect.peer for effect in effects_of(scene.target) if isinstance(effect, HangUp)} == {FIRST, SECOND}

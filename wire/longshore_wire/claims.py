@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
@@ -40,6 +41,7 @@ class Wanted:
     mappable: bool = True  # workers of the same agent may map the pages and write them
     adjacent: bool = True  # the elements of a row are adjacent, as kernels of GPUs need them
     digest: bool = False  # compare digests, even if the deployment does not
+    binding: Binding = UNBOUND
 
 
 class PageParts(Generic[K]):

@@ -14,6 +14,7 @@ from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, TargetMemory
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
 from longshore_wire.plan import Pair
 from longshore_wire.ways import Staging, Way
@@ -230,7 +231,7 @@ class RoomEnded(msgspec.Struct, frozen=True):
         peers = ",".join(pair.peer.path for pair in self.pairs)
         return {
             "instance": self.key.instance,
-            "room": str(self.key.room),
+            "room": room_name(self.key.room),
             "peer": peers,
             "reason": self.reason.name,
         }

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from longshore_wire.addresses import is_numeric, main_address
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.codec import Codec
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
@@ -178,6 +179,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=70):
     end_token: int
     last: bool
     pages: bytes
+    binding: Binding = UNBOUND
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
@@ -197,6 +199,7 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
     page_count: int
     pages: bytes
     digest: bool = False
+    binding: Binding = UNBOUND
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=72):

@@ -42,6 +42,7 @@ class Reason(Labelled):
     DIGEST_MISMATCH = 27
     TIMED_OUT = 28
     MEMORY_LOST = 29
+    PROMPT_MISMATCH = 30
 
 
 class LongshoreError(Exception):

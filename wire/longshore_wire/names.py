@@ -60,6 +60,23 @@ ON_GPU = ".gpu"
 UNKNOWN_WIRE = "Unknown"
 
 
+# Numbers of rooms that connectors and routers draw at random are far above it.
+_GUESSED_END = 1 << 32
+
+
+def room_name(room: int) -> str:
+    """Return how pages, logs and messages name a room: by a digest, since who knows a room's number may claim its KV.
+
+    A number below 2**32 can be guessed, so it is its own name.
+    """
+    if room < _GUESSED_END:
+        return str(room)
+    # Engines import this module, and do not need it there.
+    import hashlib
+
+    return f"r{hashlib.sha256(b'longshore room' + room.to_bytes(8, 'little')).hexdigest()[:16]}"
+
+
 def wire_name(wire: Wire | None) -> str:
     """Return how statuses and metrics name a wire; None: no probe has found it."""
     return wire.value if wire else UNKNOWN_WIRE

@@ -11,9 +11,11 @@ from typing import Annotated
 
 import msgspec
 
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.codec import Codec
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
+from longshore_wire.names import room_name
 from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
 from longshore_wire.ways import Way, Why
 
@@ -29,6 +31,10 @@ class RoomKey(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     room: int  # unsigned, 64 bits
     pool: int
+
+    def __repr__(self) -> str:
+        """Name the room, since messages may be logged."""
+        return f"RoomKey({self.instance!r}, {room_name(self.room)}, {self.pool})"
 
 
 class PairKey(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +157,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     serial: int = 0  # number of the claim, counted from 1 within the target's life and this source
     # Of the digests that each SlabReady has; empty: none.
     digest_key: Annotated[bytes, msgspec.Meta(max_length=DIGEST_KEY_BYTES_MAX)] = b""
+    binding: Binding = UNBOUND
 
     def __repr__(self) -> str:
         """Omit pages and key, since messages may be logged."""
@@ -210,6 +217,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=11):
     reason: Reason
     text: str = ""
     serial: int = 0  # from a target: the claim that it aborts; 0: it has not claimed
+    binding: Binding = UNBOUND  # from a target: of the claim
 
     def __post_init__(self) -> None:
         _shorten(self)

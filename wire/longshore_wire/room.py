@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.effects import SECOND_NS, PairEnd, PeerId, Replica, RoomEnded, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
 from longshore_wire.plan import Pair
 from longshore_wire.ring import Region
@@ -62,6 +64,7 @@ class SourcePair:
     states: list[SourceSlab]
     target_pages: bytes = b""
     why: Why = Why.UNDECIDED
+    binding: Binding = UNBOUND  # of the claim
     grants: dict[int, Grant] = field(default_factory=dict)
     digest_key: bytes = b""  # empty: no digests
     digests: dict[int, bytes] = field(default_factory=dict)  # of the slabs that are written and not acknowledged
@@ -104,6 +107,7 @@ class Room:
 
     key: RoomKey
     _: KW_ONLY
+    binding: Binding = UNBOUND  # of our engine's half
     reason: Reason = Reason.NONE
     text: str = ""
     bytes_moved: int = 0
@@ -134,7 +138,7 @@ class SourceRoom(Room):
 
     def add_offer(self, first_token: int, end_token: int, *, last: bool) -> None:
         """Extend the offered tokens. Raises RoomError without a change if they do not follow."""
-        name = f"room {self.key.room}"
+        name = f"room {room_name(self.key.room)}"
         if self.total_tokens >= 0:
             raise RoomError(
                 f"{name}: tokens [{first_token}, {end_token}) come after `last` at {self.total_tokens}",
@@ -350,6 +354,7 @@ class Ended:
     Attributes:
         lives: at a target only: the lives of the sources of this room.
         opened_ns: when it opened here; 0 if it never did.
+        binding: of our engine's half.
     """
 
     reason: Reason
@@ -357,6 +362,7 @@ class Ended:
     until_ns: int
     lives: tuple[Life, ...] = ()
     opened_ns: int = 0
+    binding: Binding = UNBOUND
 
 
 R = TypeVar("R", SourceRoom, TargetRoom)
@@ -409,7 +415,8 @@ class RoomTable(Generic[R]):
     ) -> None:
         """Record how a room ended, `longer_ns` longer than others, and forget the oldest ones above the limit."""
         room, until_ns = self.open.get(key), self.remembered_until_ns(now_ns) + longer_ns
-        self.ended[key] = Ended(reason, text, until_ns, lives, 0 if room is None else room.opened_ns)
+        opened_ns, binding = (0, UNBOUND) if room is None else (room.opened_ns, room.binding)
+        self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding)
         self.ended.move_to_end(key)
         while len(self.ended) > self.config.ended_rooms_max:
             self.ended.popitem(last=False)

@@ -23,6 +23,7 @@ from longshore_wire.names import (
     TEST_GPU_RING_BYTES_MAX,
     TEST_LANE_BYTES_MAX,
     TEST_RING_BYTES_MAX,
+    room_name,
 )
 
 TRAILER_BYTES = 64
@@ -191,6 +192,11 @@ class Trailer(msgspec.Struct, frozen=True):
     target_epoch: int
     generation: int
     payload_bytes: int
+
+    def __repr__(self) -> str:
+        """Name the room, since texts have it."""
+        rest = ", ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__[1:])
+        return f"Trailer(room={room_name(self.room)}, {rest})"
 
     def seal(self, key: bytes) -> SealedTrailer:
         """Return the 64 bytes. Asserts that room, epochs and generation are below 2**64, and all others below 2**32.

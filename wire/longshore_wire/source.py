@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
 from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.links import Link, Links, PeerState
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
@@ -88,7 +90,17 @@ class SourceSession:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def offer(self, room: int, pool: int, first_token: int, end_token: int, *, last: bool, now_ns: int) -> RoomKey:
+    def offer(
+        self,
+        room: int,
+        pool: int,
+        first_token: int,
+        end_token: int,
+        *,
+        last: bool,
+        now_ns: int,
+        binding: Binding = UNBOUND,
+    ) -> RoomKey:
         """Add an offer of tokens [first, end) to a room; return the room's key.
 
         Raises:
@@ -98,7 +110,7 @@ class SourceSession:
         ended = self.ended.get(key)
         if ended is not None and key not in self.rooms:
             raise RoomError(
-                f"room {room} has ended ({ended.reason.name}): {ended.text or 'use a new id for a new request'}",
+                f"room {room_name(room)} has ended ({ended.reason.name}): {ended.text or 'use a new id for a new request'}",
                 reason=ended.reason or Reason.ROOM_REUSED,
             )
         open_room = self.rooms.get(key)
@@ -107,10 +119,19 @@ class SourceSession:
                 raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
             open_room = SourceRoom(key, opened_ns=now_ns)
         if open_room.failed:
-            raise RoomError(f"room {room} has failed: {open_room.text}", reason=open_room.reason)
+            raise RoomError(f"room {room_name(room)} has failed: {open_room.text}", reason=open_room.reason)
+        is_first = open_room.first_token < 0
+        if not is_first and binding != open_room.binding:
+            raise RoomError(
+                f"room {room_name(room)}: this chunk has another prompt or capability than the first one",
+                reason=Reason.MALFORMED_MESSAGE,
+            )
         open_room.add_offer(first_token, end_token, last=last)
         self.rooms[key] = open_room
         self._progress(open_room, now_ns)
+        if is_first:
+            open_room.binding = binding
+            self._drop_strangers(open_room)
         self._add_completed(open_room)
         for pair in list(open_room.pairs.values()):
             self._check_pair(open_room, pair, now_ns)
@@ -371,7 +392,9 @@ class SourceSession:
         if room is None:
             if key.instance != self.config.instance or len(self.rooms) >= self.config.rooms_max:
                 reason = Reason.UNKNOWN_INSTANCE if key.instance != self.config.instance else Reason.BUSY
-                self._send(peer, Abort(claim.pair, reason, f"room {key.room} is not open at {self.config.instance}"))
+                self._send(
+                    peer, Abort(claim.pair, reason, f"room {room_name(key.room)} is not open at {self.config.instance}")
+                )
                 return
             room = SourceRoom(key, opened_ns=now_ns)
         pair = room.pairs.get(peer)
@@ -380,10 +403,12 @@ class SourceSession:
             if pair is None or pair.pair.target_epoch != claim.pair.target_epoch:
                 self._send(peer, Abort(claim.pair, room.reason, room.text))
             return
+        if pair is None and self._is_strange(room, link, claim):
+            return
         if pair is None and claim.serial in self._used_serials(link):
             # A late copy of a claim on a dropped room. Its pages may belong to another room by now.
             self._stale(claim)
-            self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {key.room} has ended"))
+            self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {room_name(key.room)} has ended"))
             return
         if pair is None:
             pair = self._open_pair(room, link, claim, now_ns)
@@ -397,13 +422,45 @@ class SourceSession:
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
 
+    def _is_strange(self, room: SourceRoom, link: Link, claim: Claim) -> bool:
+        """Whether a claim does not show the room's capability. Then it changes nothing, and its sender is told."""
+        shown = claim.binding.capability
+        if room.first_token >= 0:
+            if shown == room.binding.capability:
+                return False
+            self._turn_away(room.key, link, claim.pair)
+            return True
+        # Only the offer will show whose claim is right. A target repeats its claim until it is answered.
+        others = [pair for pair in room.pairs.values() if pair.binding.capability != shown]
+        if others:
+            self._stale(claim)
+        return bool(others)
+
+    def _drop_strangers(self, room: SourceRoom) -> None:
+        """Drop the claims that came before the first offer and do not show its capability."""
+        for peer, pair in list(room.pairs.items()):
+            link = self.peers.get(peer)
+            if pair.binding.capability == room.binding.capability or link is None:
+                continue
+            self._turn_away(room.key, link, pair.pair)
+            del room.pairs[peer]
+            link.rooms.pop(room.key, None)
+            self._deadlines.repeats.clear((room.key, peer))
+        if not room.pairs:
+            room.expected = room.claimer = None
+
+    def _turn_away(self, key: RoomKey, link: Link, pair: PairKey) -> None:
+        text = f"the claim of room {room_name(key.room)} does not show the capability that its prefill engine gave with the handover"
+        self.counters["refused.AUTHENTICATION"] += 1
+        self._send(link.peer, Abort(pair, Reason.AUTHENTICATION, text))
+
     def _open_pair(self, room: SourceRoom, link: Link, claim: Claim, now_ns: int) -> SourcePair | None:
         assert link.attach is not None
         claimer = link.peer.replica
         try:
             if room.claimer is not None and room.claimer != claimer:
                 raise RoomError(
-                    f"room {room.key.room} was claimed by {room.claimer} already: a room has one target",
+                    f"room {room_name(room.key.room)} was claimed by {room.claimer} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
             claimed = self._route(link, room.key, direct=claim.way is Way.DIRECT)
@@ -417,7 +474,7 @@ class SourceSession:
         self._used_serials(link).add(claim.serial)
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
-        pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why)
+        pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why, claim.binding)
         pair.digest_key = claim.digest_key
         room.pairs[link.peer] = pair
         room.expected, room.claimer = claimed.expected, claimer
@@ -563,7 +620,8 @@ class SourceSession:
         reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason or Reason.MALFORMED_MESSAGE
         room = self.rooms.get(key)
         if room is not None and room.claimer in (None, peer.replica):
-            self._fail(room, reason, abort.text, now_ns)
+            if room.first_token < 0 or abort.binding.capability == room.binding.capability:
+                self._fail(room, reason, abort.text, now_ns)
         elif room is None and key not in self.ended and key.instance == self.config.instance:
             self._completed.pop(key, None)
             self._remember(key, reason, abort.text, now_ns)
@@ -579,7 +637,13 @@ class SourceSession:
 
     def _check_pair(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
         """Fail a room whose halves contradict each other."""
-        if pair.route is None or room.first_token < 0:
+        if room.first_token < 0:
+            return
+        ours, theirs = room.binding.prompt, pair.binding.prompt
+        if ours and theirs and ours != theirs:
+            text = "prefill has computed another prompt than decode wants: give both engines the same prompt"
+            self._fail(room, Reason.PROMPT_MISMATCH, text, now_ns)
+        if pair.route is None or room.failed:
             return
         if 0 <= room.total_tokens != pair.grid.end_token:
             text = f"prefill says {room.total_tokens} tokens, decode {pair.grid.end_token}"

@@ -21,6 +21,7 @@ from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
 from longshore_wire.links import Link, Links, Outcome, PeerState, Writer
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     Abort,
     Attach,
@@ -108,9 +109,9 @@ class TargetSession:
         key = wanted.key
         ended = self.ended.get(key)
         if ended is not None and ended.reason is not Reason.NONE and key not in self.rooms:
-            raise RoomError(f"room {key.room} has failed already: {ended.text}", reason=ended.reason)
+            raise RoomError(f"room {room_name(key.room)} has failed already: {ended.text}", reason=ended.reason)
         if key in self.rooms or key in self.ended:
-            raise RoomError(f"room {key.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
+            raise RoomError(f"room {room_name(key.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         if len(self.rooms) >= self.config.rooms_max:
             raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
         if not 0 <= wanted.first_token <= wanted.end_token:
@@ -132,6 +133,7 @@ class TargetSession:
             wanted.pages,
             wanted.digest or config.digest,
             opened_ns=now_ns,
+            binding=wanted.binding,
         )
         self.rooms[key] = room
         self._progress(room, now_ns)
@@ -580,8 +582,8 @@ class TargetSession:
             return
         waits = link.state is PeerState.LOST or link.outcomes
         is_awaited = link.has_answered and waits and now_ns < link.outcomes_until_ns
-        # An address at which nobody ever answered may be nobody's. It is dialled for its rooms alone.
-        if (link.is_lost or not link.has_answered) and not link.rooms and not is_awaited:
+        # An address at which nobody ever answered may be nobody's, so it is not called for outcomes.
+        if link.is_lost and not link.rooms and not is_awaited:
             del self.peers[peer]
             self._effect(HangUp(peer))
             return
@@ -625,7 +627,7 @@ class TargetSession:
             # This life must confirm these itself, even if another life of its name was informed meanwhile.
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in link.outcomes:
-                ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns))
+                ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
                 link.outcomes[room.key] = Outcome(ended, pair.engine, pair.serial)
         if link.queued_epoch == attach.epoch:
             return
@@ -662,7 +664,7 @@ class TargetSession:
         if ended.reason is Reason.NONE:
             self._send(link.peer, Complete(pair))
         else:
-            self._send(link.peer, Abort(pair, ended.reason, ended.text, outcome.serial))
+            self._send(link.peer, Abort(pair, ended.reason, ended.text, outcome.serial, ended.binding))
         self._repeat_later(key, link.peer, outcome.attempts, now_ns)
         self.counters["retries"] += outcome.attempts > 0
         outcome.attempts += 1
@@ -726,7 +728,17 @@ class TargetSession:
             self._send(
                 pair.peer,
                 Claim(
-                    pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial, digest_key
+                    pair.pair,
+                    first,
+                    room.end_token,
+                    pair.way,
+                    offset,
+                    count,
+                    pages,
+                    pair.why,
+                    pair.serial,
+                    digest_key,
+                    room.binding,
                 ),
             )
         self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)

@@ -39,7 +39,7 @@ class SnapshotWanted(msgspec.Struct, tag=3):
     """To a worker: answer with SnapshotParts. `room`: include its spans."""
 
     number: int
-    room: int | None
+    room: str | None
 
 
 class SiblingLost(msgspec.Struct, tag=5):

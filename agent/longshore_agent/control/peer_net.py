@@ -145,6 +145,7 @@ class PeerNet:
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
             dealer.disable_monitor()
+            greeting.close()
             dealer.close()
             text = f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}"
             raise TransportError(text, reason=Reason.UNKNOWN_INSTANCE) from error
@@ -286,6 +287,7 @@ class PeerNet:
         if dialled.greeting is not None:
             self.poller.unregister(dialled.greeting)
             dealer.disable_monitor()
+            dialled.greeting.close()
             dialled.greeting = None
 
     def _decode(self, data: bytes) -> PeerMessage | None:

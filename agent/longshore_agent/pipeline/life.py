@@ -56,6 +56,7 @@ from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Selection, Transport, Write
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.names import room_name
 from longshore_wire.slabs import Trailer, unseal
 from longshore_wire.ways import Way
 
@@ -355,7 +356,7 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
         if slab.cancelled:
             return InboundEnd(slab, Reason.TRAILER_MISMATCH, "the room was given up")
         if end_ns >= deadline_ns:
-            text = f"slab {effect.slab} of room {wanted.room} ends with {found}, not with {wanted}"
+            text = f"slab {effect.slab} of room {room_name(wanted.room)} ends with {found}, not with {wanted}"
             return InboundEnd(slab, Reason.TRAILER_MISMATCH, text)
         yield Until(end_ns + _TRAILER_PAUSE_NS)
     return InboundEnd(slab, dropped=True)

@@ -36,7 +36,7 @@ SUPERVISOR = "supervisor"
 class StatusSource(Protocol):
     """The source of the pages' snapshots: the supervisor."""
 
-    def snapshot(self, room: int | None = None) -> AgentSnapshot:
+    def snapshot(self, room: str | None = None) -> AgentSnapshot:
         """Return the current state. Called from several HTTP threads concurrently.
 
         A worker that does not answer in time appears with its last known state and `silent_s`.
@@ -174,7 +174,12 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
 
     @app.get("/v1/rooms/{room}", **_answers(rooms.RoomDetail, {404: ErrorBody, 422: ErrorBody}))
     def room_detail(
-        room: Annotated[int, Path(ge=0, le=rooms.ROOM_MAX, description="The room's id.")],
+        room: Annotated[
+            str,
+            Path(
+                pattern=rooms.ROOM_NAME, description="The room's name: its number below 2**32, and else a digest of it."
+            ),
+        ],
         instance: Annotated[str | None, Query(description="Show only rooms of this prefill instance.")] = None,
     ) -> Response:
         """One room: each of its halves at this agent, its pairs of ranks, and the spans of its slabs and messages."""
@@ -201,7 +206,7 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
             raise _RefusalError(404 if unknown else 422, body) from error
 
 
-def _asked(source: StatusSource, room: int | None = None) -> AgentSnapshot:
+def _asked(source: StatusSource, room: str | None = None) -> AgentSnapshot:
     """Return a snapshot; end the request with 503 if there is none."""
     try:
         return source.snapshot(room)

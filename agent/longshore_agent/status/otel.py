@@ -128,7 +128,7 @@ class SpanSender:
 def _attributes(report: RoomReport) -> dict[str, Any]:
     """Return what is known of a half. Peers, ways, wires and slabs are parallel lists, by pair of ranks."""
     found: dict[str, Any] = {
-        "longshore.room": str(report.room),
+        "longshore.room": report.room,
         "longshore.instance": report.instance,
         "longshore.pool": report.pool,
         "longshore.half": report.half,

@@ -17,7 +17,7 @@ _TEXT_CHARACTERS_MAX = 1000
 _PAIRS_MAX = 64
 
 
-def trace_id(deployment: str, instance: str, room: int | str, pool: int) -> int:
+def trace_id(deployment: str, instance: str, room: str, pool: int) -> int:
     """Return the id of a room's trace, which is the same at all agents of its deployment."""
     return hashed(16, deployment, instance, room, pool)
 
@@ -64,7 +64,7 @@ class RoomReport(msgspec.Struct, array_like=True, frozen=True):
     worker: str
     half: str
     instance: str
-    room: int
+    room: str
     pool: int
     opened_ns: int
     ended_ns: int

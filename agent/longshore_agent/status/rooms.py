@@ -14,11 +14,12 @@ from longshore_agent.status.spans import Span
 from longshore_spec.status import RoomStatus
 
 PAGE_MAX = 1000
-ROOM_MAX = 2**64 - 1
+# A number below 2**32, or a digest of one above; see `names.room_name`.
+ROOM_NAME = r"^([0-9]{1,10}|r[0-9a-f]{16})$"
 # A page's cursor is a room's key. Instances have short names, so a longer cursor is not ours.
 _CURSOR_CHARACTERS_MAX = 4096
 
-_Key = tuple[int, str, int, str, str, bool]
+_Key = tuple[int, str, str, int, str, str, bool]
 
 
 _CURSOR: msgspec.msgpack.Decoder[_Key] = msgspec.msgpack.Decoder(_Key)
@@ -111,11 +112,10 @@ def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, e
     )
 
 
-def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDetail | None:
+def detail(snapshot: AgentSnapshot, room: str, instance: str | None) -> RoomDetail | None:
     """Return a room in full, of any prefill instance or of `instance`; None if no worker knows it."""
-    text = str(room)
     halves = tuple(
-        sorted((e for e in _entries(snapshot) if e.room.room == text and instance in (None, e.room.instance)), key=_key)
+        sorted((e for e in _entries(snapshot) if e.room.room == room and instance in (None, e.room.instance)), key=_key)
     )
     if not halves:
         return None
@@ -123,12 +123,12 @@ def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDeta
         msgspec.structs.replace(span, worker=worker.worker)
         for worker in snapshot.workers
         for span in worker.spans
-        if span.room == text and instance in (None, span.instance)
+        if span.room == room and instance in (None, span.instance)
     ]
     spans = tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns)))
     cut = tuple(sorted({half.worker for half in halves} & {each.worker for each in snapshot.workers if each.spans_cut}))
     traced = tuple(_traced(snapshot, entry) for entry in halves)
-    return RoomDetail(text, traced, spans, incomplete=cut)
+    return RoomDetail(room, traced, spans, incomplete=cut)
 
 
 def _entries(snapshot: AgentSnapshot) -> Iterator[RoomEntry]:
@@ -148,7 +148,7 @@ def _traced(snapshot: AgentSnapshot, entry: RoomEntry) -> RoomEntry:
 
 def _key(entry: RoomEntry) -> _Key:
     room = entry.room
-    return int(room.room), room.instance, room.pool, room.half, entry.worker, entry.ended
+    return len(room.room), room.room, room.instance, room.pool, room.half, entry.worker, entry.ended
 
 
 def _encode(key: _Key) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 from longshore_agent.status.metrics import Count, Metrics
 from longshore_wire.effects import StartScatter, StartWrite
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.ways import Way
 
@@ -169,7 +170,7 @@ def _span(record: Record) -> Span:
     return Span(
         stage=stage,
         instance=room.instance,
-        room=str(room.room),
+        room=room_name(room.room),
         pool=room.pool,
         source_rank=pair.source_rank if pair is not None else -1,
         target_rank=pair.target_rank if pair is not None else -1,

@@ -122,7 +122,7 @@ class Supervisor:
             # Once: a later signal may come when the loop has ended and its descriptor is closed.
             self._wake_up()
 
-    def snapshot(self, room: int | None = None) -> AgentSnapshot:
+    def snapshot(self, room: str | None = None) -> AgentSnapshot:
         """Return the current state. Called from HTTP's threads. A silent worker appears with its last known state."""
         return self.snapshots.ask(room)
 

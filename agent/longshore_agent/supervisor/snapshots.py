@@ -20,7 +20,7 @@ _LOOP_LIMIT_S = 5.0
 class Call:
     """One request for a snapshot."""
 
-    def __init__(self, number: int, room: int | None) -> None:
+    def __init__(self, number: int, room: str | None) -> None:
         self.number = number
         self.room = room
         self.future: Future[AgentSnapshot] = Future()
@@ -61,7 +61,7 @@ class Snapshots:
         """Whether a request is open."""
         return bool(self._open or self._new)
 
-    def ask(self, room: int | None) -> AgentSnapshot:
+    def ask(self, room: str | None) -> AgentSnapshot:
         """Request a snapshot and wait for it. Raises LongshoreError if the loop hangs or has ended."""
         with self._lock:
             if self._closed:

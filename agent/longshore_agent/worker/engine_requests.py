@@ -42,6 +42,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import KVLayout
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import PoolInfo, RoomKey
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
@@ -288,7 +289,13 @@ class EngineRequests:
         self.tables[Half.SOURCE, key] = table
         try:
             self.source.offer(
-                message.room, message.pool, message.first_token, message.end_token, last=message.last, now_ns=now_ns
+                message.room,
+                message.pool,
+                message.first_token,
+                message.end_token,
+                last=message.last,
+                now_ns=now_ns,
+                binding=message.binding,
             )
         except LongshoreError:
             if old is None:
@@ -312,7 +319,7 @@ class EngineRequests:
             return old  # The core refuses this offer with the right numbers.
         if kept < len(old.pages) and len(pages) and old.pages[kept] != pages[0]:
             raise RoomError(
-                f"room {message.room}: page number {first_page} was {old.pages[kept]} in the last chunk and is "
+                f"room {room_name(message.room)}: page number {first_page} was {old.pages[kept]} in the last chunk and is "
                 f"{pages[0]} now: a sequence keeps its pages",
                 reason=Reason.TOKENS_OVERLAP,
             )
@@ -333,7 +340,9 @@ class EngineRequests:
         pool.kv_pool.check_pages(pages, unique=True)
         key = RoomKey(message.endpoint.instance, message.room, message.pool)
         if (Half.TARGET, key) in self.tables:
-            raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
+            raise RoomError(
+                f"room {room_name(message.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED
+            )
         self._check_open()
         self._check_unclaimed(pool, message.pool, pages)
         table = PageTable(message.first_token // self.layout.page_size, pages)
@@ -348,6 +357,7 @@ class EngineRequests:
             mappable=pool.kv_pool.sealed,
             adjacent=pool.kv_pool.adjacent,
             digest=message.digest,
+            binding=message.binding,
         )
         try:
             self.target.claim(wanted, now_ns)
@@ -374,7 +384,7 @@ class EngineRequests:
         owners = (key for half, key in self.tables if half is Half.TARGET and key.pool == number)
         owner = next(key for key in owners if page in self.tables[Half.TARGET, key].pages)
         raise RoomError(
-            f"pages[{index}] is {page}, which room {owner.room} of {owner.instance} writes: give other pages, or wait until that "
+            f"pages[{index}] is {page}, which room {room_name(owner.room)} of {owner.instance} writes: give other pages, or wait until that "
             "room is RELEASED",
             reason=Reason.TOKENS_OVERLAP,
         )
@@ -396,7 +406,7 @@ class EngineRequests:
         if not in_order:
             del self._partial_claims[name]
             raise RoomError(
-                f"room {message.room}: {len(message.pages) // 4} pages at {message.page_offset}, after {len(pages) // 4} of "
+                f"room {room_name(message.room)}: {len(message.pages) // 4} pages at {message.page_offset}, after {len(pages) // 4} of "
                 f"{message.page_count} pages (the pool has {self.pools[message.pool].kv_pool.page_count}): send the parts in order",
                 reason=Reason.MALFORMED_MESSAGE,
             )

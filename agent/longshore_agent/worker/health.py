@@ -11,6 +11,7 @@ from pathlib import Path
 from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.settings import Settings
 from longshore_agent.worker.moving import Mover
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.target import TargetSession
 
@@ -108,7 +109,7 @@ class WorkerHealth:
         if exposed is None or now_ns - exposed[1] < self._settings.write_timeout_ns:
             return ""
         return (
-            f"prefill {exposed[0].instance} may still write the pages of room {exposed[0].room}, which failed "
+            f"prefill {exposed[0].instance} may still write the pages of room {room_name(exposed[0].room)}, which failed "
             f"{self._settings.write_timeout_s:g} s ago, and cannot be reached"
         )
 

@@ -69,6 +69,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.layout import TargetMemory
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Claim
 from longshore_wire.session import Session
 from longshore_wire.source import SourceSession
@@ -309,7 +310,11 @@ class Worker:
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
             _log.warning(
-                "room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text, extra=effect.about()
+                "room %s failed: %s: %s",
+                room_name(effect.key.room),
+                effect.reason.name,
+                effect.text,
+                extra=effect.about(),
             )
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))

@@ -35,7 +35,7 @@ from longshore_wire.addresses import main_address
 from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE, room_name
 from longshore_wire.peer_messages import PEER, Attach, PeerMessage, RoomKey
 from longshore_wire.session import Session
 from longshore_wire.source import SourceSession
@@ -279,7 +279,7 @@ class Mover:
         if end.reason is Reason.DIGEST_MISMATCH:
             key = end.slab.effect.pair.key
             self.mismatch_count += 1
-            self.mismatch = f"room {key.room} of {key.instance}: {end.error}"
+            self.mismatch = f"room {room_name(key.room)} of {key.instance}: {end.error}"
 
     def _sent(self, end: OutboundEnd, session: SourceSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect

@@ -21,6 +21,7 @@ from longshore_agent.status.spans import Record, SpanRecorder, room_key
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.errors import Reason
 from longshore_wire.links import Link
+from longshore_wire.names import room_name
 from longshore_wire.peer_messages import PairKey, RoomKey
 
 # Time between two turns of the thread.
@@ -119,7 +120,7 @@ class RoomReporter:
             worker=self._worker,
             half=effect.half.label,
             instance=effect.key.instance,
-            room=effect.key.room,
+            room=room_name(effect.key.room),
             pool=effect.key.pool,
             opened_ns=effect.opened_ns,
             ended_ns=end.ended_ns,

@@ -47,7 +47,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
 from longshore_wire.links import Link, PeerState
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE, room_name
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.room import Ended, SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Session
@@ -94,8 +94,9 @@ class DescribedWorker(Protocol):
     engine: EngineLink | None
 
 
-def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> bytes:
-    """Return an encoded WorkerSnapshot, with the spans of `room`."""
+def encode_snapshot(worker: DescribedWorker, name: str | None, now_ns: int) -> bytes:
+    """Return an encoded WorkerSnapshot, with the spans of the room of this name."""
+    room = _numbered(worker, name)
     _count(worker)
     config = worker.config
     peers = tuple(_peers(worker))
@@ -259,6 +260,15 @@ def _ways(peer: Link) -> tuple[str, ...]:
     return tuple(sorted(way.label for way in peer.ways))
 
 
+def _numbered(worker: DescribedWorker, name: str | None) -> int | None:
+    """Return the number of a room that this worker knows by its name; None: it knows none."""
+    if name is None or name.isdigit():
+        return int(name) if name else None
+    sessions = worker.sessions.values()
+    keys = (key for session in sessions for rooms in (session.rooms, session.ended) for key in rooms)
+    return next((key.room for key in keys if room_name(key.room) == name), None)
+
+
 def _open_rooms(worker: DescribedWorker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
         listed: list[SourceRoom | TargetRoom] = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
@@ -344,7 +354,7 @@ def _status(
     age_s: float = 0.0,
 ) -> RoomStatus:
     return RoomStatus(
-        room=str(key.room),
+        room=room_name(key.room),
         instance=key.instance,
         pool=key.pool,
         half=half.label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from longshore_cli.rooms import listing, timeline
 from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
 from longshore_cli.rooms.steps import cut_workers, joined
 from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
+from longshore_wire.names import room_name
 
 # Requests to each agent. An answer lacks a worker that got no processor for a while, so the one with most spans counts.
 REQUESTS = 2
@@ -20,6 +22,9 @@ CLOCK_REQUESTS = 8
 # Of one page of `/v1/rooms`.
 _PAGE_ROOMS_MAX = 1000
 _NS_PER_US = 1000
+
+
+_ROOM_END = 1 << 64
 
 
 def add_rooms_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `trace` reads."""
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     room = subjects.add_parser("room", help="the timeline of one room in all its processes")
-    room.add_argument("room", type=whole(0), metavar="ID", help="the room's number")
+    room.add_argument(
+        "room", type=_name, metavar="ID", help="the room's number, or its name as `longshore rooms` and logs have it"
+    )
     agents.add_arguments(room)
     room.add_argument("--instance", help="the prefill instance, if several have a room of this number")
     room.add_argument("-o", "--output", type=new_file, help="write the timeline to this file, for ui.perfetto.dev")
@@ -81,7 +88,16 @@ def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, A
     return found
 
 
-def _asked(pages: Sequence[AgentPages], room: int, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
+def _name(text: str) -> str:
+    """Return a room's name. Whoever sees a request to an agent must not learn the room's number."""
+    if re.fullmatch(r"[0-9]+", text) and int(text) < _ROOM_END:
+        return room_name(int(text))
+    if re.fullmatch(r"r[0-9a-f]{16}", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number below 2**64, or a name as `longshore rooms` shows it")
+
+
+def _asked(pages: Sequence[AgentPages], room: str, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
     """Return the answers of the agents that know a room, and the clocks of their hosts. Raises UnknownRoomError."""
     path, query = f"/v1/rooms/{room}", {"instance": instance} if instance else None
 
