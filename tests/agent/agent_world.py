@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import own_network
@@ -233,7 +233,7 @@ class Request:
     cuts: Sequence[int] = ()
     room: int = field(default_factory=lambda: next(room_ids))
     digest: bool = False
-    binding: dict[str, bytes] = field(default_factory=dict)  # prompt and capability, as `send` and `receive` take them
+    binding: dict[str, Any] = field(default_factory=dict)  # prompt and capability, as `send` and `receive` take them
     source_pages: list[int] = field(default_factory=list)
     target_pages: list[int] = field(default_factory=list)
 
