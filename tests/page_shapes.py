@@ -141,7 +141,7 @@ def plane_of(pool: KVPool, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
 def create_memfd(name: str, length_bytes: int) -> int:
     """A new descriptor of zeroed shared memory, closed on exec."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, length_bytes)
+    os.posix_fallocate(descriptor, 0, length_bytes)
     return descriptor
 
 

@@ -6,7 +6,6 @@ Called by engines before `Client.register_pool`, and by that for duplicates of d
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -23,7 +22,6 @@ LENGTH_BYTES_MAX = 2**63 - 1
 # would die if they accessed truncated memory.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _MAP_FIXED = 0x10
-_MADV_POPULATE_WRITE = 23
 
 
 class SharedStorage(Protocol):
@@ -69,25 +67,16 @@ def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int
     descriptor = -1
     try:
         descriptor = _sealed_memory(length_bytes, arguments.text("name", name))
-        return descriptor, _allocated(mmap.mmap(descriptor, length_bytes))
+        mapping = mmap.mmap(descriptor, length_bytes)
+        # After the mapping, which fails at once where so much could never be.
+        os.posix_fallocate(descriptor, 0, length_bytes)
+        return descriptor, mapping
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise ArgumentError(
             f"length_bytes is {length_bytes} and name is {name[: arguments.SHOWN_MAX]!r}: {error}"
         ) from error
-
-
-def _allocated(mapping: mmap.mmap) -> mmap.mmap:
-    """Have the kernel allocate all pages of a mapping, and return it. Raises OSError: there is not enough memory."""
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        # A kernel before 5.14 allocates each page at its first access.
-        if error.errno != errno.EINVAL:
-            mapping.close()
-            raise
-    return mapping
 
 
 def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:
@@ -109,18 +98,19 @@ def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:
     storage = tensor.untyped_storage()
     was_shared = storage.is_shared()
     descriptor, length_bytes = storage._share_fd_cpu_()
-    if not was_shared:
-        try:
+    try:
+        if was_shared:
+            # Others than its owner must not be charged for pages that nobody has written yet.
+            os.posix_fallocate(descriptor, 0, length_bytes)
+        else:
             _seal(storage.data_ptr(), descriptor, length_bytes)
-        except OSError as error:
-            raise ArgumentError(
-                f"tensor: its {length_bytes} bytes cannot be moved to sealed memory: {error}"
-            ) from error
+    except OSError as error:
+        raise ArgumentError(f"tensor: its {length_bytes} bytes cannot be kept in shared memory: {error}") from error
     return os.dup(descriptor), tensor.storage_offset() * tensor.element_size(), length_bytes
 
 
 def _sealed_memory(length_bytes: int, name: str) -> int:
-    """Return a descriptor of zeroed memory that keeps its size. Raises OSError."""
+    """Return a descriptor of zeroed memory that keeps its size, none of it allocated yet. Raises OSError."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, length_bytes)

@@ -116,7 +116,7 @@ class Rank:
         count = -(-scene.tokens_max // scene.page_size)
         geometry = _geometry(self.layout, count)
         descriptor = os.memfd_create("longshore-bench")
-        os.ftruncate(descriptor, geometry.region_bytes[0])
+        os.posix_fallocate(descriptor, 0, geometry.region_bytes[0])
         self.memory = np.frombuffer(mmap.mmap(descriptor, geometry.region_bytes[0]), dtype=np.uint8)
         self.pool = KVPool(self.layout, geometry, [descriptor])
         os.close(descriptor)

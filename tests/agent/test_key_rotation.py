@@ -47,7 +47,7 @@ def reaches(near: PeerNet, far: PeerNet) -> bool:
     near.dial(SOURCE, far.address)
     found: list[PeerMessage] = []
     near.send(Half.TARGET, SOURCE, ATTACH)
-    return pump(far, lambda: ATTACH in found, found, lambda: turn(near))
+    return pump(far, lambda: ATTACH in found, found, lambda: found.extend(turn(near)))
 
 
 @pytest.mark.parametrize(("dials", "listens"), [*itertools.product(["first", "second"], repeat=2), ("third", "second")])
@@ -78,6 +78,7 @@ def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_serve
         net.send(Half.TARGET, SOURCE, ATTACH)
         assert pump(nets["third"], turned_away, found, lambda: turn(net))
         assert found == []
+        assert not net._dialled[net._dealers[SOURCE]].greeted
     finally:
         net.close()
 

@@ -31,7 +31,7 @@ Region = Callable[[int, str], tuple[int, mmap.mmap]]
 def unsealed_region(length_bytes: int, name: str) -> tuple[int, mmap.mmap]:
     """Return memory that can be truncated, as an engine without our client may make it."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, length_bytes)
+    os.posix_fallocate(descriptor, 0, length_bytes)
     return descriptor, mmap.mmap(descriptor, length_bytes)
 
 
@@ -40,7 +40,7 @@ def file_region(length_bytes: int, name: str) -> tuple[int, mmap.mmap]:
     path = Path("/dev/shm") / f"longshore-test-{name}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     path.unlink()
-    os.ftruncate(descriptor, length_bytes)
+    os.posix_fallocate(descriptor, 0, length_bytes)
     return descriptor, mmap.mmap(descriptor, length_bytes)
 
 

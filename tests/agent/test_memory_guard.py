@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -18,15 +19,16 @@ from longshore_agent.memory.host_memory import map_shared
 LIMIT_S = 240.0
 PAGE_BYTES = 4096
 _MAP = """
+import fcntl
 import os
 from longshore_agent.memory.host_memory import Mapping, _handler, map_shared
 descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
-os.ftruncate(descriptor, 8 * 4096)
+os.posix_fallocate(descriptor, 0, 8 * 4096)
 """
 # A page of a file that is not guarded any more.
 UNGUARDED = """
 other = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
-os.ftruncate(other, 4096)
+os.posix_fallocate(other, 0, 4096)
 mapping = map_shared(other, 4096)
 _handler().leave(mapping._row)
 os.ftruncate(other, 0)
@@ -35,8 +37,35 @@ os.ftruncate(other, 0)
 
 def memory(length_bytes: int) -> int:
     descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, length_bytes)
+    os.posix_fallocate(descriptor, 0, length_bytes)
     return descriptor
+
+
+def test_memory_with_holes_is_refused_with_the_way_out_and_a_file_on_a_disk_is_not_looked_at(tmp_path):
+    descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, 1 << 20)
+    os.pwrite(descriptor, b"x", 0)
+    with pytest.raises(PoolError, match=f"{PAGE_BYTES} of the memory's {1 << 20} bytes are allocated.*posix_fallocate"):
+        map_shared(descriptor, 1 << 20)
+    map_shared(descriptor, PAGE_BYTES).unmap()
+    os.posix_fallocate(descriptor, 0, 1 << 20)
+    map_shared(descriptor, 1 << 20).unmap()
+    os.close(descriptor)
+    with (tmp_path / "pages").open("w+b") as file:
+        if host_memory._filesystem(file.fileno()) != host_memory._TMPFS:
+            file.truncate(1 << 20)
+            map_shared(file.fileno(), 1 << 20).unmap()
+
+
+def test_huge_pages_count_as_memory_that_can_be_taken_away():
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    found = {}
+    for name, more in (("small", 0), ("huge", os.MFD_HUGETLB)):
+        descriptor = os.memfd_create("longshore-guard-test", flags | more)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        found[name] = host_memory._is_sealed(descriptor)
+        os.close(descriptor)
+    assert found == {"small": True, "huge": False}
 
 
 def test_what_is_gone_reads_as_zeros_and_what_is_left_as_it_was():

@@ -190,7 +190,7 @@ def test_planes_of_equal_strides_are_one_run_and_their_addresses_are_those_of_th
     geometry = msgspec.structs.replace(
         GEOMETRY, planes=tuple(planes), region_bytes=(GEOMETRY.region_bytes[0] + 2 * PAGE_COUNT,)
     )
-    os.ftruncate(descriptor, geometry.region_bytes[0])
+    os.posix_fallocate(descriptor, 0, geometry.region_bytes[0])
     pool = KVPool(LAYOUT, geometry, [descriptor])
     assert [(run.first, len(run.addresses), run.page_stride) for run in pool.plane_groups] == [
         (0, 3, PAGE_BYTES),

@@ -82,7 +82,7 @@ class Scene:
 
 def region(*, sealed: bool = True) -> int:
     descriptor = os.memfd_create("longshore-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, SHAPE.geometry.region_bytes[0])
+    os.posix_fallocate(descriptor, 0, SHAPE.geometry.region_bytes[0])
     if sealed:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return descriptor

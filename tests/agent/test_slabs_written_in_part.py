@@ -18,6 +18,7 @@ from agent_fleet import World
 from agent_world import Agent, Engine, Request, room_ids, wait_for, wait_for_none
 
 from longshore_client import Half, Reason, RoomError, RoomEvent, RoomEventKind
+from longshore_wire.names import room_name
 
 TOKENS = 128
 # Batches that land before the first one that is held.
@@ -117,7 +118,7 @@ def test_pages_of_a_cancelled_room_stay_taken_until_its_held_batches_have_ended(
     empty.arrives()
     begun = place.prefill.metric("longshore_writes_total", way="slices")
     assert place.decode.room(each.room, Half.TARGET)["tokens_done"] == 0
-    with pytest.raises(RoomError, match=f"which room {each.room} of part-source writes"):
+    with pytest.raises(RoomError, match=f"which room {room_name(each.room)} of part-source writes"):
         place.target.client.receive(next(room_ids), place.source.endpoint(), each.target_pages, 0, TOKENS)
     before = place.pages_of(each)
 

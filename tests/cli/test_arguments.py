@@ -32,7 +32,11 @@ BACKENDS = "invalid choice: 'UCX' (choose from 'NIXL', 'Mooncake', 'Loopback')"
         ("demo --pairs x", "--pairs: x: give TPs that divide 12 KV heads, such as 4:1"),
         ("demo --json /proc/none/j", "--json: /proc/none/j: there is no such directory"),
         ("trace room", "the following arguments are required: ID"),
-        ("trace room x --agent http://a:1", "argument ID: 'x': give a whole number from 0 on"),
+        (
+            "trace room x --agent http://a:1",
+            "argument ID: 'x': give a number below 2**64, or a name as `longshore rooms` shows it",
+        ),
+        (f"trace room {2**64} --agent http://a:1", "give a number below 2**64"),
         ("trace room 1 --agent http://a:1 -o /proc/none/t", "-o/--output: /proc/none/t: there is no such directory"),
         ("rooms --agent http://a:1 -o yaml", "invalid choice: 'yaml'"),
         ("rooms --agent http://a:1 --limit 0", "--limit: '0': give a whole number from 1 on"),

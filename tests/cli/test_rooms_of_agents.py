@@ -197,7 +197,7 @@ def test_a_host_with_another_clock_is_aligned_and_the_uncertainty_is_told(
 
 
 def whole_page(pages: AgentPages, room: int) -> dict | None:
-    found = pages.page(f"/v1/rooms/{room}")
+    found = pages.page(f"/v1/rooms/{room_name(room)}")
     assert found is not None
     return found[0] if found[0]["spans"] else None
 
@@ -300,7 +300,6 @@ def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pyte
         (["rooms", "--agent", url, "--authority", "/proc/none"], "--authority /proc/none"),
         (["rooms", "--agent", "http://a..b:80"], "the agent at http://a..b:80 cannot be reached"),
         ([*place.words("trace room 4"), "--instance", "\udcff"], "cannot be reached"),
-        (place.words(f"trace room {2**64}"), "it refuses the request"),
     ):
         assert main(words) == (2 if "--token-file /" in said else 1)
         out, err = capsys.readouterr()

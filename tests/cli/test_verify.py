@@ -26,7 +26,7 @@ from longshore_cli.verify.places import LocalProgram, Place, Programs, VerifyErr
 from longshore_spec import manifest
 from longshore_spec.agent_config import dump
 from longshore_spec.verify_messages import ROOM_FIRST
-from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX
+from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_RING_BYTES_MAX, room_name
 
 MANIFEST = """
 apiVersion: longshore.dev/v1alpha1
@@ -155,7 +155,7 @@ def test_an_agent_of_both_roles_is_tested_by_one_engine_which_empty_lines_keep_a
             (room, 64 << 10, "") for room in rooms
         ]
         # A number is used once, and the test engine goes on after a refusal.
-        with pytest.raises(VerifyError, match=str(ROOM_FIRST)):
+        with pytest.raises(VerifyError, match=room_name(ROOM_FIRST)):
             _move({"node": engine}, ("node", "node"), rooms, 64 << 10)
         assert _move({"node": engine}, ("node", "node"), [ROOM_FIRST + 3], 64 << 10).rooms[0].reason == ""
     wait_for_none(lambda: left(fleet))

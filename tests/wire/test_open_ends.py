@@ -225,6 +225,26 @@ def test_a_claim_by_the_endpoint_of_an_engine_that_has_ended_fails_as_soon_as_th
 
 
 @pytest.mark.parametrize("copies", [1, 3])
+def test_claims_of_nothing_take_no_place_of_a_room_and_are_forgotten(copies: int) -> None:
+    """A router sends each prompt to both engines at once, and both refuse it: decode tells prefill not to keep pages."""
+    scene = Scene.of()
+    source = scene.sources[FIRST]
+    object.__setattr__(source.config, "rooms_max", 2)
+    for room in range(100, 100 + 50 * copies):
+        scene.claim(room, first_token=TOKENS)
+        scene.settle()
+        assert scene.ended(room) is Reason.NONE
+    assert [key.room for key in source.rooms] == [KEY.room]
+    # One of them is offered after all, and another room has its place.
+    for core in scene.sources.values():
+        core.offer(100, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+        core.offer(7, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    assert (scene.half(FIRST, 100), scene.half(SECOND, 100)) == (Reason.NONE, Reason.NONE)
+    _pass(scene, 1 + 2 * source.config.lease_ns // SECOND_NS)
+    assert not source._completed
+
+
+@pytest.mark.parametrize("copies", [1, 3])
 def test_a_claim_that_comes_again_after_its_source_is_done_fails_nothing(copies: int) -> None:
     scene = Scene.of()
     claim = _claims(scene)

@@ -54,11 +54,15 @@ TARGETS_MAX = 4096
 
 
 class Completed(NamedTuple):
-    """A target's Complete: it has all of a pair that it had claimed from an earlier life of this worker."""
+    """A pair that needs nothing of a room that our engine has not offered to this life.
+
+    The target has claimed no tokens, or it has all that it had claimed from an earlier life of this worker.
+    """
 
     pair: PairKey
     expected: frozenset[int]  # target ranks that must claim from this source
     until_ns: int
+    capability: bytes | None = None  # of the claim; None: it was shown to an earlier life
 
 
 class SourceSession:
@@ -77,7 +81,7 @@ class SourceSession:
         self._send, self._effect, self._stale, self._name = links.send, links.emit, links.stale, links.name
         self._progress, self._remember = self.table.progress, self.table.remember
         self._repeat_later = self.table.repeat_later
-        # Pairs that are complete at their targets, in rooms that our engine has not yet offered to this life.
+        # They are no open rooms: a request that decode refuses must not use a place of another one.
         self._completed: OrderedDict[RoomKey, dict[PeerId, Completed]] = OrderedDict()
         self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
         # By target. Kept while a target is lost, since it may attach again in the same life.
@@ -389,6 +393,10 @@ class SourceSession:
             else:
                 self._send(peer, Abort(claim.pair, ended.reason or Reason.ROOM_REUSED, ended.text))
             return
+        if room is None and claim.first_token == claim.end_token and key.instance == self.config.instance:
+            self._note_complete(link, claim.pair, claim.binding.capability, now_ns)
+            self._send(peer, Demand(claim.pair, 1, 0, 0, claim.end_token))
+            return
         if room is None:
             if key.instance != self.config.instance or len(self.rooms) >= self.config.rooms_max:
                 reason = Reason.UNKNOWN_INSTANCE if key.instance != self.config.instance else Reason.BUSY
@@ -573,14 +581,18 @@ class SourceSession:
         """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
         key, peer = message.pair.key, link.peer
         self._send(peer, EndAck(message.pair))
-        if key in self.ended or key.instance != self.config.instance:
-            return
+        if key not in self.ended and key.instance == self.config.instance:
+            self._note_complete(link, message.pair, None, now_ns)
+
+    def _note_complete(self, link: Link, pair: PairKey, capability: bytes | None, now_ns: int) -> None:
+        """Record that a target needs nothing more of a room."""
+        key, peer = pair.key, link.peer
         try:
             expected = self._route(link, key).expected
         except LongshoreError:
-            self._stale(message)
+            self.counters["stale.Complete"] += 1
             return
-        completed = Completed(message.pair, expected, self.table.remembered_until_ns(now_ns))
+        completed = Completed(pair, expected, self.table.remembered_until_ns(now_ns), capability)
         room = self.rooms.get(key)
         if room is None:
             # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
@@ -597,6 +609,8 @@ class SourceSession:
         """Add a pair with nothing left to send to the room."""
         link = self.peers.get(peer)
         if peer in room.pairs or room.claimer not in (None, peer.replica):
+            return
+        if completed.capability not in (None, room.binding.capability):
             return
         pair = room.pairs[peer] = SourcePair(completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [])
         room.expected, room.claimer = completed.expected, peer.replica

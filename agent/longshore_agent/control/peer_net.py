@@ -26,7 +26,7 @@ QUEUE_MESSAGES_MAX = 10_000
 # Messages that one turn of the loop reads from one socket, so that lanes and engines get their turn.
 MESSAGES_PER_TURN_MAX = 512
 
-# ZeroMQ's sockets of one worker. Each source that it dials takes one, and two more until its handshake.
+# ZeroMQ's sockets of one worker: one for each source that it dials.
 _SOCKETS_MAX = 8192
 # Refused peers whose last route is kept. They retry once a second, and normally there are few.
 _REFUSED_MAX = 1024
@@ -52,13 +52,13 @@ class Dialled:
     """The source worker of a socket.
 
     Attributes:
-        greeting: tells of the handshake's end; None: it is over.
-        attach: our newest Attach to it, which waits for that end.
+        greeted: the handshake has succeeded.
+        attach: our newest Attach to it, which waits for the handshake.
     """
 
     peer: PeerId
     host: str
-    greeting: zmq.Socket[bytes] | None
+    greeted: bool = False
     attach: bytes = b""
 
 
@@ -128,12 +128,13 @@ class PeerNet:
         place, keys = self._choose(peer, address)
         try:
             dealer = self._socket(zmq.DEALER)
-            greeting = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         except zmq.ZMQError as error:
             raise TransportError(f"cannot dial {peer.instance} rank {peer.rank}: {error}") from error
         # Each connection has its own name. If an old one lingered or returned late under the same name, it would take
         # over the route, and messages of the new one would be lost.
         self._dial_count += 1
+        # The socket can be written to once the handshake has succeeded, and no message waits in it before.
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._route}/{self._dial_count}".encode())
         if keys is not None:
             dealer.curve_serverkey = keys.server_public.encode()
@@ -144,20 +145,17 @@ class PeerNet:
             # ports.
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
-            dealer.disable_monitor()
-            greeting.close()
             dealer.close()
             text = f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}"
             raise TransportError(text, reason=Reason.UNKNOWN_INSTANCE) from error
-        self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, place.rpartition(":")[0], greeting)
-        self.poller.register(dealer, zmq.POLLIN)
-        self.poller.register(greeting, zmq.POLLIN)
+        self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, place.rpartition(":")[0])
+        self.poller.register(dealer, zmq.POLLIN | zmq.POLLOUT)
 
     def hang_up(self, peer: PeerId) -> None:
         """Close the connection to a source worker, if any."""
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
-            self._stop_greeting(dealer, self._dialled.pop(dealer))
+            self._dialled.pop(dealer)
             self.poller.unregister(dealer)
             # Unsent messages were for a life that has ended.
             dealer.close(linger=0)
@@ -208,11 +206,9 @@ class PeerNet:
                 self.counters["refused.MALFORMED_MESSAGE"] += 1
                 continue
             self._take(route, frame, received)
-        for dealer, dialled in list(self._dialled.items()):
-            if dialled.greeting in ready:
+        for dealer, dialled in [item for item in self._dialled.items() if item[0] in ready]:
+            if not dialled.greeted and dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
                 self._greeted(dealer, dialled)
-            if dealer not in ready:
-                continue
             for _ in range(MESSAGES_PER_TURN_MAX):
                 try:
                     data = dealer.recv(zmq.NOBLOCK)
@@ -223,9 +219,7 @@ class PeerNet:
 
     def close(self) -> None:
         """Close all connections after a short time for unsent messages."""
-        for peer, dealer in list(getattr(self, "_dealers", {}).items()):
-            self._stop_greeting(dealer, self._dialled[dealer])
-            del self._dealers[peer]
+        for dealer in getattr(self, "_dealers", {}).values():
             dealer.close()
         if not self._router.closed:
             self._router.disable_monitor()
@@ -269,7 +263,7 @@ class PeerNet:
     def _send_to_source(self, dealer: zmq.Socket[bytes], message: PeerMessage, data: bytes) -> None:
         """Send, or keep an Attach until the handshake: after it the source may connect to our data ports."""
         dialled = self._dialled[dealer]
-        if dialled.greeting is None:
+        if dialled.greeted:
             dealer.send(data, zmq.NOBLOCK)
         elif isinstance(message, Attach):
             dialled.attach = data
@@ -278,17 +272,11 @@ class PeerNet:
 
     def _greeted(self, dealer: zmq.Socket[bytes], dialled: Dialled) -> None:
         """A handshake has succeeded: admit the host, and send the Attach that waited for that."""
-        self._stop_greeting(dealer, dialled)
+        dialled.greeted = True
+        self.poller.modify(dealer, zmq.POLLIN)
         self._admit_host(dealer, dialled.host)
         if dialled.attach:
             dealer.send(dialled.attach, zmq.NOBLOCK)
-
-    def _stop_greeting(self, dealer: zmq.Socket[bytes], dialled: Dialled) -> None:
-        if dialled.greeting is not None:
-            self.poller.unregister(dialled.greeting)
-            dealer.disable_monitor()
-            dialled.greeting.close()
-            dialled.greeting = None
 
     def _decode(self, data: bytes) -> PeerMessage | None:
         try:

@@ -23,6 +23,7 @@ import functools
 import mmap
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -56,6 +57,12 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PRIVATE_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
 # Of Linux 5.14.
 _MADV_POPULATE_WRITE = 23
+# Of <linux/magic.h>. Memory of memfd_create is a file of one of these.
+_TMPFS, _HUGETLBFS = 0x01021994, 0x958458F6
+# Above any struct statfs, which begins with the type.
+_STATFS_BYTES = 256
+# In which stat counts allocated memory, on every filesystem.
+_BLOCK_BYTES = 512
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -241,11 +248,29 @@ class Mapping:
 
 
 def _is_sealed(descriptor: int) -> bool:
+    """Whether no access to the file can fault. Huge pages can be punched out, and then the kernel may have none left."""
     try:
-        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
         # Only memory of memfd_create has seals; files on a disk, a network or /dev/shm have none.
         return False
+    return bool(is_sealed) and _filesystem(descriptor) != _HUGETLBFS
+
+
+def _filesystem(descriptor: int) -> int:
+    """Return the type of the filesystem of a file, as <linux/magic.h> has it; 0 if it is not known."""
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    return int.from_bytes(found[:4], sys.byteorder) if _LIBC.fstatfs(descriptor, found) == 0 else 0
+
+
+def _check_allocated(descriptor: int, found: os.stat_result, length_bytes: int) -> None:
+    """Raise PoolError if memory has holes: the pages of those would count as the agent's memory, which has a limit."""
+    kept_bytes = found.st_blocks * _BLOCK_BYTES
+    if kept_bytes < length_bytes and _filesystem(descriptor) == _TMPFS:
+        raise PoolError(
+            f"{kept_bytes} of the memory's {length_bytes} bytes are allocated, and an agent that writes the others would pay for "
+            "them: allocate all of it before register_pool (posix_fallocate), or use create_region or torch_region"
+        )
 
 
 def map_shared(descriptor: int, length_bytes: int) -> Mapping:
@@ -257,9 +282,10 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         PoolError: the file is shorter than `length_bytes` (an access would end this process), or cannot be mapped.
     """
     try:
-        size_bytes = os.fstat(descriptor).st_size
-        if length_bytes < 1 or size_bytes < length_bytes:
-            raise PoolError(f"the file has {size_bytes} bytes, {length_bytes} were declared: pass a larger file")
+        found = os.fstat(descriptor)
+        if length_bytes < 1 or found.st_size < length_bytes:
+            raise PoolError(f"the file has {found.st_size} bytes, {length_bytes} were declared: pass a larger file")
+        _check_allocated(descriptor, found, length_bytes)
         return Mapping(descriptor, length_bytes)
     except OSError as error:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
