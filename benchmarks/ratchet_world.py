@@ -351,6 +351,9 @@ class _Socket:
     def getsockopt_string(self, _: int) -> str:
         return next(f"tcp://{place}" for place, known in self.bound.items() if known is self)
 
+    def getsockopt(self, _: int) -> int:
+        return int(zmq.POLLOUT)
+
     def get_monitor_socket(self, _: int) -> _Socket:
         return _Socket(0)
 
@@ -381,17 +384,21 @@ class _Poller:
     """Remembers what it would poll."""
 
     def __init__(self) -> None:
-        self.sockets: dict[object, None] = {}
+        self.sockets: dict[object, int] = {}
 
-    def register(self, socket_or_descriptor: object, _: int) -> None:
-        self.sockets[socket_or_descriptor] = None
+    def register(self, socket_or_descriptor: object, events: int) -> None:
+        self.sockets[socket_or_descriptor] = events
+
+    modify = register
 
     def unregister(self, socket_or_descriptor: object) -> None:
         self.sockets.pop(socket_or_descriptor, None)
 
 
 zmq = SimpleNamespace(
-    Context=lambda: SimpleNamespace(socket=_Socket, term=lambda: None),
+    Context=lambda: SimpleNamespace(socket=_Socket, set=lambda *_: None, term=lambda: None),
+    POLLIN=1,
+    POLLOUT=2,
     Poller=_Poller,
     Again=_Again,
     ZMQError=_Again,
@@ -413,7 +420,9 @@ zmq = SimpleNamespace(
                 "RCVHWM",
                 "MAXMSGSIZE",
                 "IPV6",
-                "POLLIN",
+                "IMMEDIATE",
+                "MAX_SOCKETS",
+                "EVENTS",
                 "NOBLOCK",
             ),
             start=1,
@@ -622,8 +631,12 @@ def _worker_turn(worker: Worker) -> bool:
     poller: Any = worker.net.poller
     ready = {
         watched
-        for watched in poller.sockets
-        if (watched.arrived if isinstance(watched, _Socket) else select.select([watched], [], [], 0)[0])
+        for watched, events in poller.sockets.items()
+        if (
+            watched.arrived or events & zmq.POLLOUT
+            if isinstance(watched, _Socket)
+            else select.select([watched], [], [], 0)[0]
+        )
     }
     if wait_ms and not ready:
         return False

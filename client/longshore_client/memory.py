@@ -70,13 +70,13 @@ def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int
         mapping = mmap.mmap(descriptor, length_bytes)
         # After the mapping, which fails at once where so much could never be.
         os.posix_fallocate(descriptor, 0, length_bytes)
-        return descriptor, mapping
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise ArgumentError(
             f"length_bytes is {length_bytes} and name is {name[: arguments.SHOWN_MAX]!r}: {error}"
         ) from error
+    return descriptor, mapping
 
 
 def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:
