@@ -351,8 +351,8 @@ class _Socket:
     def getsockopt_string(self, _: int) -> str:
         return next(f"tcp://{place}" for place, known in self.bound.items() if known is self)
 
-    def getsockopt(self, _: int) -> int:
-        return int(zmq.POLLOUT)
+    def poll(self, _timeout_ms: int, events: int) -> int:
+        return events
 
     def get_monitor_socket(self, _: int) -> _Socket:
         return _Socket(0)
@@ -384,12 +384,18 @@ class _Poller:
     """Remembers what it would poll."""
 
     def __init__(self) -> None:
-        self.sockets: dict[object, int] = {}
+        self.sockets: dict[object, None] = {}
+        self.writable: set[object] = set()
 
     def register(self, socket_or_descriptor: object, events: int) -> None:
-        self.sockets[socket_or_descriptor] = events
+        self.sockets[socket_or_descriptor] = None
+        self.modify(socket_or_descriptor, events)
 
-    modify = register
+    def modify(self, socket_or_descriptor: object, events: int) -> None:
+        if events == zmq.POLLIN:
+            self.writable.discard(socket_or_descriptor)
+        else:
+            self.writable.add(socket_or_descriptor)
 
     def unregister(self, socket_or_descriptor: object) -> None:
         self.sockets.pop(socket_or_descriptor, None)
@@ -422,7 +428,6 @@ zmq = SimpleNamespace(
                 "IPV6",
                 "IMMEDIATE",
                 "MAX_SOCKETS",
-                "EVENTS",
                 "NOBLOCK",
             ),
             start=1,
@@ -631,13 +636,9 @@ def _worker_turn(worker: Worker) -> bool:
     poller: Any = worker.net.poller
     ready = {
         watched
-        for watched, events in poller.sockets.items()
-        if (
-            watched.arrived or events & zmq.POLLOUT
-            if isinstance(watched, _Socket)
-            else select.select([watched], [], [], 0)[0]
-        )
-    }
+        for watched in poller.sockets
+        if (watched.arrived if isinstance(watched, _Socket) else select.select([watched], [], [], 0)[0])
+    } | poller.writable
     if wait_ms and not ready:
         return False
     worker._turn(frozenset(ready), time.monotonic_ns())

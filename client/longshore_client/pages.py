@@ -33,8 +33,9 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
             numbers = array("i", pages)
         except (TypeError, OverflowError) as error:
             raise ArgumentError(f"pages must be int32 numbers: {error}") from error
-        if bool in map(type, pages):
-            raise ArgumentError("pages has a bool: give int32 ids")
+        # A look at each would cost more than all else of a long list.
+        if isinstance(next(iter(pages), None), bool):
+            raise ArgumentError("pages are bools: give int32 ids")
         assert numbers.itemsize == PAGE_BYTES
         if sys.byteorder == "big":
             numbers.byteswap()

@@ -142,6 +142,7 @@ def handover_of(parameters: Mapping[str, Any], of: str = "kv_transfer_params") -
         )
     try:
         found = _DECODER.decode(base64.b64decode(text, validate=True))
+        found.endpoint.layout.check()
         found.endpoint.check()
     except (binascii.Error, msgspec.MsgspecError, LongshoreError, ValueError) as error:
         raise ArgumentError(f"{name} is no handover of this version: {error}") from error

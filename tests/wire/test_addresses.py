@@ -7,7 +7,7 @@ import pytest
 
 from longshore_wire.addresses import is_numeric
 from longshore_wire.engine_messages import Endpoint, RankAddress
-from longshore_wire.errors import LayoutError, LongshoreError
+from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 GOOD = Endpoint(
@@ -81,8 +81,3 @@ def test_an_endpoint_that_no_agent_gives_is_refused_with_the_field(change: dict[
     with pytest.raises(LongshoreError, match=said) as caught:
         msgspec.structs.replace(GOOD, **change).check()
     assert len(str(caught.value)) < 300
-
-
-def test_an_endpoint_with_a_layout_that_cannot_be_is_refused() -> None:
-    with pytest.raises(LayoutError, match="tp"):
-        msgspec.structs.replace(GOOD, layout=KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=3), 4)).check()

@@ -6,13 +6,15 @@ of the keys that an agent holds; it is never a key itself. The address of a work
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 # Two revisions of keys during a rotation. Further listeners of an address are ignored.
 LISTENERS_MAX = 2
-_LISTENER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})(?:#[0-9a-f]{1,64})?")
+# Compiled at its first use, since every engine imports this module.
+_LISTENER = r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})(?:#[0-9a-f]{1,64})?"
 _OCTET_MAX, _PORT_MAX = 255, 65535
 _MULTICAST, _LINK_LOCAL = 224, (169, 254)
 
@@ -35,13 +37,14 @@ def split(text: str) -> tuple[Listener, ...]:
     return tuple(Listener(address, key) for address, _, key in (entry.partition("#") for entry in entries))
 
 
+@functools.lru_cache(4096)
 def is_numeric(text: str) -> bool:
     """Whether an address is of a worker: IPv4 numbers of one host each, and ports. Nothing in a worker resolves names."""
     return all(_is_listener(entry) for entry in text.split(",", LISTENERS_MAX))
 
 
 def _is_listener(entry: str) -> bool:
-    found = _LISTENER.fullmatch(entry)
+    found = re.fullmatch(_LISTENER, entry)
     if found is None:
         return False
     *octets, port = map(int, found.groups())

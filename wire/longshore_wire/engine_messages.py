@@ -17,7 +17,7 @@ from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.codec import Codec
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
-from longshore_wire.names import INSTANCE_NAME, Labelled
+from longshore_wire.names import Labelled, is_instance_name
 
 # While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
 ENGINE_PROTOCOL_VERSION = 1
@@ -72,9 +72,8 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.ranks) == self.layout.parallel.tp * self.layout.parallel.pp
 
     def check(self) -> None:
-        """Raise LongshoreError unless it can be an endpoint. Clients of an engine's API may have made it."""
-        self.layout.check()
-        if not INSTANCE_NAME.fullmatch(self.instance):
+        """Raise LongshoreError unless an agent can have given it, apart from its layout. Clients of an engine's API may have made it."""
+        if not is_instance_name(self.instance):
             raise _malformed(f"instance is {self.instance[:120]!r}: give the name of the prefill instance")
         rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
         for each in self.ranks:

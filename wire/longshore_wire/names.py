@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from enum import IntEnum, StrEnum
 
@@ -53,7 +54,7 @@ TEST_RING_BYTES_MAX, TEST_GPU_RING_BYTES_MAX = 64 << 20, 512 << 20
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 # The name of an engine's instance. It is used in metrics, routes and transport names.
-INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_INSTANCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 # Suffix of an agent's name in endpoints of engines on GPUs.
 ON_GPU = ".gpu"
 # The name, in statuses and metrics, of a wire that no probe has found.
@@ -75,6 +76,12 @@ def room_name(room: int) -> str:
     import hashlib
 
     return f"r{hashlib.sha256(b'longshore room' + room.to_bytes(8, 'little')).hexdigest()[:16]}"
+
+
+@functools.lru_cache(1024)
+def is_instance_name(text: str) -> bool:
+    """Whether an engine's instance may have this name."""
+    return re.fullmatch(_INSTANCE_NAME, text) is not None
 
 
 def wire_name(wire: Wire | None) -> str:

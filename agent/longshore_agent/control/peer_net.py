@@ -207,7 +207,7 @@ class PeerNet:
                 continue
             self._take(route, frame, received)
         for dealer, dialled in [item for item in self._dialled.items() if item[0] in ready]:
-            if not dialled.greeted and dealer.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            if not dialled.greeted and dealer.poll(0, zmq.POLLOUT):
                 self._greeted(dealer, dialled)
             for _ in range(MESSAGES_PER_TURN_MAX):
                 try:

@@ -260,7 +260,7 @@ def _is_sealed(descriptor: int) -> bool:
 def _filesystem(descriptor: int) -> int:
     """Return the type of the filesystem of a file, as <linux/magic.h> has it; 0 if it is not known."""
     found = ctypes.create_string_buffer(_STATFS_BYTES)
-    return int.from_bytes(found[:4], sys.byteorder) if _LIBC.fstatfs(descriptor, found) == 0 else 0
+    return int.from_bytes(found.raw[:4], sys.byteorder) if _LIBC.fstatfs(descriptor, found) == 0 else 0
 
 
 def _check_allocated(descriptor: int, found: os.stat_result, length_bytes: int) -> None:

@@ -19,7 +19,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, TargetMemory
-from longshore_wire.names import INSTANCE_NAME
+from longshore_wire.names import is_instance_name
 
 # The first file that CUDA opens. Only workers load the driver itself.
 _DRIVER_FILE = Path("/dev/nvidiactl")
@@ -49,7 +49,7 @@ class Reception:
                 "install the same release on both",
                 reason=Reason.UNKNOWN_VERSION,
             )
-        if not INSTANCE_NAME.fullmatch(hello.instance):
+        if not is_instance_name(hello.instance):
             raise LongshoreError(
                 f"instance is {hello.instance[:120]!r}: give 1 to 100 letters, digits, '.', '_' or '-'",
                 reason=Reason.UNSUPPORTED,
