@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+import msgspec
 import pytest
 import tiny_model
 from controlplane.waiting import until
 from engines import Nursery, tokens_of
-from prompts import NEW_TOKENS, PROMPTS, SHARED_TOKENS, SHARES_A_PREFIX, TELLING_TOKENS_MIN, Oracle, at_once
+from prompts import (
+    NEW_TOKENS,
+    PROMPTS,
+    SHARED_TOKENS,
+    SHARES_A_PREFIX,
+    TELLING_TOKENS_MIN,
+    Oracle,
+    at_once,
+    random_prompt,
+)
 from scene import Scene, Side, generate, prefill
 from tiny_model import TinyModel
+
+from longshore_engines.handover import handover_of, parameters_for_decode
 
 WIDE, SINGLE = "wide", "single"
 DIRECTIONS = [
@@ -96,6 +109,29 @@ def test_of_a_prompt_whose_beginning_decode_has_only_the_rest_is_moved(
     whole_blocks = -(-len(second) // block) - here // block
     expected = moved + whole_blocks * block * bytes_of_a_token(scene)
     until(lambda: loaded_bytes(scene, target) == expected, f"{expected} bytes came")
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_a_handover_of_another_prompt_costs_its_sender_the_request_and_nobody_else_anything(
+    scene: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    first, decode = PROMPTS[-2], scene.engines[target]
+    second = random_prompt(101, len(first))
+    expected = tokens_of(decode.complete(second, NEW_TOKENS))
+    decode.forget_prefixes()
+    handed = prefill(scene.engines[source], first)
+    found = handover_of(handed)
+    ranks = tuple(msgspec.structs.replace(each, address="slow.attacker.example:443") for each in found.endpoint.ranks)
+    elsewhere = msgspec.structs.replace(found, endpoint=msgspec.structs.replace(found.endpoint, ranks=ranks))
+    for forged in (handed, parameters_for_decode(elsewhere)):
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            decode.complete(second, NEW_TOKENS, forged)
+        assert caught.value.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+    # Nothing of the first prompt is in the prefix cache, and its own request still gets its KV.
+    assert tokens_of(decode.complete(second, NEW_TOKENS)) == expected
+    taken = external_tokens(scene, target)
+    assert tokens_of(decode.complete(first, NEW_TOKENS, handed)) == alone(first)
+    assert external_tokens(scene, target) - taken == len(first)
 
 
 def test_prefixes_are_forgotten_once_every_block_lent_is_back(scene: Scene) -> None:

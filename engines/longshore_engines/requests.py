@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ ENDPOINT_AGE_MAX_S = 1.0
 # A restarted agent is back in seconds. A prompt waits this long for it, and is then computed without an offer.
 AGENT_AWAY_MAX_S = 30.0
 ROOM_BYTES = 8
+_FOREIGN_MAX = 1024
 
 
 @dataclass(slots=True)
@@ -76,6 +78,9 @@ class RequestBook:
         self._orders: list[Order] = []
         self._loading: set[str] = set()
         self._prompts: dict[str, _Prompt] = {}
+        # Rooms of other requests that failed ones of ours have named. vLLM reports each failed request once more, without its
+        # prompt, so that prefill may free its pages.
+        self._foreign: OrderedDict[int, None] = OrderedDict()
 
     def introduced(self, roles: Collection[Half], content: str) -> None:
         """Record a rank's roles and the content of its pages; `content` is equal on ranks that can exchange pages."""
@@ -146,6 +151,9 @@ class RequestBook:
             text = f"the handover is of another prompt, of {found.tokens} tokens, and this one has {prompt.length}"
             self._fail(request_id, f"{text}: pass on what prefill answered for the same prompt", external_tokens)
             # Its own request may still claim the room.
+            self._foreign[found.room] = None
+            while len(self._foreign) > _FOREIGN_MAX:
+                self._foreign.popitem(last=False)
             return
         if not external_tokens:
             self._orders.append(_nothing_of(found, request_id, binding))
@@ -293,6 +301,8 @@ class RequestBook:
             return
         try:
             found = promised_handover(parameters, prompt_tokens)
+            if found.room in self._foreign:
+                return
             self._orders.append(_nothing_of(found, request_id, Binding(b"", found.binding.capability)))
         except ArgumentError as error:
             _log.warning("request %s: prefill keeps its pages until its limit: %s", request_id, error)

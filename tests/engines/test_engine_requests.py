@@ -297,6 +297,9 @@ def test_a_handover_of_another_prompt_is_not_loaded_and_its_room_is_left_to_its_
     (order,) = decode.take_orders()
     assert isinstance(order, Fail)
     assert "prompt" in order.text
+    # vLLM reports the failed request again, as one that ended before it got pages.
+    assert decode.finished("rejected", handed_out(), 1, complete=False) == (False, None)
+    assert decode.take_orders() == ()
 
 
 def test_a_prompt_without_token_ids_is_neither_handed_out_nor_loaded(caplog):
