@@ -11,8 +11,10 @@ One of the two kinds may be SGLang with the backend `longshore`; 8998 is SGLang'
     python proxy.py --sglang-prefill http://10.0.0.1:8100 8998 --decode http://10.0.0.2:8200
 
 Between engines of two kinds it serves /v1/completions of one prompt, which it passes on as token ids. Otherwise it serves /v1/completions and
-/v1/chat/completions. Answers may stream. An engine's error reaches the client with its status; after the first tokens, the
-router closes the stream instead. It uses several engines of a kind in turn.
+/v1/chat/completions; decode alone computes a request for several answers or with several prompts. Answers may stream. An
+engine's error reaches the client with its status; after the first tokens, the router closes the stream instead. It uses
+several engines of a kind in turn. /v1/models is decode's, /health is good if an engine of each kind is, and all other paths are
+refused.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ PASSED_ON = ("authorization", "x-request-id")
 # Fields about the response, which are removed from the request for prefill's single token.
 ANSWER_FIELDS = ("stream_options", "min_tokens", "n", "best_of", "max_completion_tokens")
 OK, BAD_REQUEST, CLIENT_GONE, INTERNAL_ERROR, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 500, 502, 504
+# A vLLM prefill engine's count of the prompt's tokens that its cache had. Decode's own count has those that it was sent.
+CACHED = "remote_prefill_cached_tokens"
 # Fields of a vLLM prefill engine's answer that decode can use for any prompt.
 OF_ANY_PROMPT = ("do_remote_prefill", "do_remote_decode", "longshore", "longshore_life")
 
@@ -88,8 +92,32 @@ def make_app(
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
         """Send the prompt to prefill and to decode; return decode's answer."""
+        return await _served(_while_connected(request, _complete(client, request, engines)))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """Return decode's models."""
+        return await _served(_page(client, next(engines.decode), "/v1/models"))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Return 200 if an engine of each kind is healthy."""
+
+        async def look() -> Response:
+            await _page(client, next(engines.prefill), "/health")
+            return await _page(client, next(engines.decode), "/health")
+
+        return await _served(look())
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def other(path: str) -> Response:
+        """Refuse what this router does not know how to divide between two engines."""
+        text = f"this router serves /v1/completions, /v1/chat/completions, /v1/models and /health, and not /{path}"
+        return Response(_error(BAD_REQUEST, text), BAD_REQUEST, media_type="application/json")
+
+    async def _served(work: Awaitable[Response]) -> Response:
         try:
-            return await _while_connected(request, _complete(client, request, engines))
+            return await work
         except EngineError as error:
             return Response(error.content, error.status, media_type="application/json")
         except httpx.HTTPError as error:
@@ -99,6 +127,14 @@ def make_app(
             )
 
     return app
+
+
+async def _page(client: httpx.AsyncClient, engine: Engine, path: str) -> Response:
+    """Return an engine's page."""
+    answer = await client.get((engine.url if isinstance(engine, SGLang) else engine).rstrip("/") + path)
+    if answer.status_code != OK:
+        raise EngineError(answer.status_code, answer.content)
+    return Response(answer.content, media_type=answer.headers.get("content-type"))
 
 
 async def _complete(client: httpx.AsyncClient, request: Request, engines: Engines) -> Response:
@@ -121,7 +157,10 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
     if isinstance(decode, SGLang):
         answer = await call.post(prefill, prompt | {"return_token_ids": True})
         return await call.answer(decode.url, body | _for_sglang(answer, prefill))
-    if prefill in engines.told and _is_one_prompt(body):
+    if not _is_one_prompt(body):
+        # Each of its prompts and answers would need a room of its own.
+        return await call.answer(decode, body)
+    if prefill in engines.told:
         return await _at_once(call, prompt, body, prefill, decode, engines.told)
     # Only decode reads prefill's parameters. If there are none, prefill's agent is away and decode computes the prompt.
     told = await _told(call, prompt, prefill, engines.told)
@@ -129,9 +168,10 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
 
 
 def _is_one_prompt(body: dict[str, Any]) -> bool:
-    """Whether decode makes one request of it, so that one room is enough."""
+    """Whether an engine makes one request of it, so that one room is enough."""
     prompt = body.get("prompt", "")
-    return (isinstance(prompt, str) or _is_ids(prompt)) and body.get("n") in (None, 1)
+    answers = {body.get("n"), body.get("best_of")}
+    return (isinstance(prompt, str) or _is_ids(prompt)) and answers <= {None, 1}
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -166,7 +206,7 @@ async def _at_once(
     )
     COMPUTING.add(computed)
     computed.add_done_callback(_end)
-    answered = asyncio.create_task(call.answer(decode, body | {"kv_transfer_params": earlier | room}))
+    answered = asyncio.create_task(call.answer(decode, body | {"kv_transfer_params": earlier | room}, computed))
     try:
         await asyncio.wait({computed, answered}, return_when=asyncio.FIRST_COMPLETED)
         if answered.done() and (answer := await _unless_failed(answered)) is not None:
@@ -222,11 +262,11 @@ class Call(NamedTuple):
             raise EngineError(answer.status_code, answer.content)
         return answer.json()
 
-    async def answer(self, url: str, body: dict[str, Any]) -> Response:
-        """Return decode's answer for the client."""
+    async def answer(self, url: str, body: dict[str, Any], computed: asyncio.Task[Any] | None = None) -> Response:
+        """Return decode's answer for the client, with the count of `computed`, prefill's answer, of cached tokens."""
         request = self.client.build_request("POST", url.rstrip("/") + self.path, json=body, headers=self.headers)
         sent = await self.client.send(request, stream=True)
-        return await _answered(sent, is_stream=bool(body.get("stream")))
+        return await _answered(sent, computed, is_stream=bool(body.get("stream")))
 
 
 def _for_sglang(answer: Any, prefill: str) -> dict[str, Any]:
@@ -303,13 +343,25 @@ def _new_room() -> int:
     return secrets.randbelow(2**63 - 1) + 1
 
 
-async def _answered(sent: httpx.Response, *, is_stream: bool) -> Response:
+async def _answered(sent: httpx.Response, computed: asyncio.Task[Any] | None, *, is_stream: bool) -> Response:
     if sent.status_code != OK or not is_stream:
         content = await sent.aread()
-        if sent.status_code != OK or _has_failed(json.loads(content)):
+        if sent.status_code != OK or _has_failed(found := json.loads(content)):
             raise EngineError(sent.status_code if sent.status_code != OK else BAD_GATEWAY, content)
-        return Response(content, media_type="application/json")
-    return await _streamed(sent)
+        counted = _with_prefills_count(found, computed)
+        return Response(content if counted is None else json.dumps(counted), media_type="application/json")
+    return await _streamed(sent, computed)
+
+
+def _with_prefills_count(answer: Any, computed: asyncio.Task[Any] | None) -> Any:
+    """Return an answer of decode with prefill's count of cached tokens; None: it has no count, or prefill said none."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details")
+    is_known = computed is not None and computed.done() and not computed.cancelled() and computed.exception() is None
+    count = (computed.result() or {}).get(CACHED) if computed is not None and is_known else None
+    if not details or count is None:
+        return None
+    details["cached_tokens"] = count
+    return answer
 
 
 class Stream(StreamingResponse):
@@ -318,7 +370,7 @@ class Stream(StreamingResponse):
     sent: httpx.Response
 
 
-async def _streamed(sent: httpx.Response) -> Stream:
+async def _streamed(sent: httpx.Response, computed: asyncio.Task[Any] | None = None) -> Stream:
     """Return a stream after its first token, if that is no error, so that an early failure keeps its own status."""
     lines, held = sent.aiter_lines(), list[str]()
     async for line in lines:
@@ -336,7 +388,10 @@ async def _streamed(sent: httpx.Response) -> Stream:
             for line in held:
                 yield line + "\n"
             async for line in lines:
-                yield line + "\n"
+                counted = None
+                if '"prompt_tokens_details"' in line and line.startswith("data: {"):
+                    counted = _with_prefills_count(json.loads(line.removeprefix("data: ")), computed)
+                yield (line if counted is None else f"data: {json.dumps(counted)}") + "\n"
                 if _event_failed(line):
                     raise EngineError(BAD_GATEWAY, line)
         finally:

@@ -54,7 +54,7 @@ def stream(*events):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_prefill_makes_one_token_and_decode_gets_what_prefill_said(proxy, path):
     engines = Engines()
-    body = {"model": "m", "prompt": "p", "max_tokens": 40, "min_tokens": 9, "n": 2, "temperature": 0}
+    body = {"model": "m", "prompt": "p", "max_tokens": 40, "min_tokens": 9, "n": 1, "temperature": 0}
     answer = engines.ask(proxy, body, path, headers={"X-Request-Id": "r7", "Authorization": "Bearer t"})
     assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "answer")
     (first, first_path, prompt, headers), (second, second_path, decoded, _) = engines.heard
@@ -234,8 +234,8 @@ def test_both_engines_get_a_later_prompt_at_once_and_one_room(proxy):
     assert heard == {"prefill": {"do_remote_decode": True}, "decode": {**EARLIER, "longshore_room": room}}
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["second", "third"]}])
-def test_decode_gets_several_requests_at_once_only_after_prefill(proxy, more):
+@pytest.mark.parametrize("more", [{"n": 2}, {"best_of": 2}, {"prompt": ["second", "third"]}])
+def test_decode_alone_computes_several_prompts_or_answers(proxy, more):
     engines = Engines()
     app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(engines.handle))
     with TestClient(app) as client:
@@ -243,7 +243,65 @@ def test_decode_gets_several_requests_at_once_only_after_prefill(proxy, more):
             engines.answers["prefill"] = httpx.Response(200, json={"kv_transfer_params": TOLD})
             engines.answers["decode"] = httpx.Response(200, json={"choices": []})
             assert client.post("/v1/completions", json=body).status_code == 200
-    assert [body["kv_transfer_params"] for _, _, body, _ in engines.heard] == [{"do_remote_decode": True}, TOLD] * 2
+    told = [(host, body.get("kv_transfer_params")) for host, _, body, _ in engines.heard]
+    assert told == [("prefill", {"do_remote_decode": True}), ("decode", TOLD), ("decode", None)]
+
+
+USAGE = {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 200}}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_cached_tokens_of_a_prompt_sent_at_once_are_those_that_prefill_had(proxy, streams):
+    """Decode counts the tokens that it was sent."""
+    counted = httpx.Response(200, json={"kv_transfer_params": {**TOLD, "remote_prefill_cached_tokens": 64}})
+    events = ('{"choices": [{"text": "a"}]}', json.dumps({"choices": [], "usage": USAGE}), "[DONE]")
+    answer = stream(*events) if streams else httpx.Response(200, json={"choices": [{"text": "a"}], "usage": USAGE})
+
+    async def decode():
+        # Decode ends after prefill.
+        await asyncio.gather(*proxy.COMPUTING)
+        return answer
+
+    engines = CountingEngines(counted, decode)
+    found = engines.ask(proxy, {"prompt": "second", "stream": streams})
+    text = found.text if not streams else next(line for line in found.text.splitlines() if "usage" in line)
+    usage = json.loads(text.removeprefix("data: "))["usage"]
+    assert usage == {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 64}}
+
+
+class CountingEngines:
+    """Engines of which prefill has answered one prompt before."""
+
+    def __init__(self, counted, decode):
+        self.counted, self.decode = counted, decode
+
+    async def handle(self, request):
+        if request.url.host == "prefill":
+            return httpx.Response(200, content=self.counted.content)
+        return await self.decode()
+
+    def ask(self, proxy, body):
+        app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(self.handle))
+        with TestClient(app) as client:
+            client.post("/v1/completions", json=body | {"prompt": "first"})
+            return client.post("/v1/completions", json=body)
+
+
+def test_pages_that_load_balancers_and_clients_ask_for_first_are_served(proxy):
+    pages = {"/health": httpx.Response(200), "/v1/models": httpx.Response(200, json={"data": [{"id": "m"}]})}
+
+    def handle(request):
+        return httpx.Response(503) if request.url.host == "prefill" and away else pages[request.url.path]
+
+    away = False
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(handle))
+    with TestClient(app) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").json()["data"] == [{"id": "m"}]
+        away = True
+        assert client.get("/health").status_code == 503
+        refused = client.post("/v1/responses", json={})
+    assert (refused.status_code, "/v1/chat/completions" in refused.json()["error"]["message"]) == (400, True)
 
 
 def first(*answers):
