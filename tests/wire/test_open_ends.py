@@ -12,7 +12,7 @@ from core_outputs import effects_of, messages_of
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.claims import SERIALS_MAX, UsedSerials
-from longshore_wire.effects import SECOND_NS, HangUp, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
+from longshore_wire.effects import SECOND_NS, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Abort, Claim, Complete, PairKey, PeerMessage, Ping, Pong, SlabAck
@@ -104,17 +104,6 @@ def test_a_room_ends_on_both_sides_where_decode_could_never_connect_its_sources(
     assert [scene.half(peer, KEY.room) for peer in scene.sources] == [Reason.TRANSFER_FAILED] * 2
     assert not any(KEY in core.rooms for core in (*scene.sources.values(), scene.target))
     # It is not dialled for ever.
-    assert scene.target.peers == {}
-
-
-def test_a_source_that_never_answered_is_given_up_with_its_last_room() -> None:
-    scene = Scene.of(settle=False)
-    messages_of(scene.target)
-    scene.target.cancel(KEY, Reason.CANCELLED, "enough", 0)
-    for second in range(1, 3 + scene.target.config.peer_timeout_ns // SECOND_NS):
-        scene.target.renew(second * SECOND_NS)
-        scene.target.tick(second * SECOND_NS)
-    assert {effect.peer for effect in effects_of(scene.target) if isinstance(effect, HangUp)} == {FIRST, SECOND}
     assert scene.target.peers == {}
 
 

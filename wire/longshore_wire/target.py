@@ -502,7 +502,7 @@ class TargetSession:
         if not self.links.is_answer(link, attach):
             self._stale(attach)
             return False
-        link.answered, link.has_answered = attach.attempt, True
+        link.answered = attach.attempt
         for epoch, writer in list(link.writers.items()):
             if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
                 self._drain(link, epoch)
@@ -527,7 +527,7 @@ class TargetSession:
         if refuse.epoch != self.config.epoch or not link.answered < refuse.attempt <= link.attempt:
             self._stale(refuse)
             return
-        link.answered, link.has_answered = refuse.attempt, True
+        link.answered = refuse.attempt
         waits = link.state is PeerState.DIALING and now_ns - link.dialled_ns < self.config.peer_timeout_ns
         if refuse.reason is Reason.STALE_EPOCH and (waits or link.state is PeerState.LOST):
             # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
@@ -581,8 +581,7 @@ class TargetSession:
         if link is None:
             return
         waits = link.state is PeerState.LOST or link.outcomes
-        is_awaited = link.has_answered and waits and now_ns < link.outcomes_until_ns
-        # An address at which nobody ever answered may be nobody's, so it is not called for outcomes.
+        is_awaited = waits and now_ns < link.outcomes_until_ns
         if link.is_lost and not link.rooms and not is_awaited:
             del self.peers[peer]
             self._effect(HangUp(peer))
@@ -628,25 +627,28 @@ class TargetSession:
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
-                link.outcomes[room.key] = Outcome(ended, pair.engine, pair.serial)
+                self._note_outcome(link, room.key, Outcome(ended, pair.engine, pair.serial))
         if link.queued_epoch == attach.epoch:
             return
         link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
                 if life.peer == link.peer and life.epoch != attach.epoch:
-                    link.outcomes[key] = Outcome(ended, life.engine)
+                    self._note_outcome(link, key, Outcome(ended, life.engine))
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                link.outcomes[room.key] = Outcome(done, pair.engine)
+                self._note_outcome(link, room.key, Outcome(done, pair.engine))
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         link = self.peers[pair.peer]
         if self._concerns(link, pair):
-            link.outcomes[key] = Outcome(ended, pair.engine, pair.serial)
+            self._note_outcome(link, key, Outcome(ended, pair.engine, pair.serial))
             self._send_outcome(link, key, now_ns)
+
+    def _note_outcome(self, link: Link, key: RoomKey, outcome: Outcome) -> None:
+        link.outcomes[key] = outcome
 
     def _send_outcome(self, link: Link, key: RoomKey, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached.
