@@ -95,17 +95,17 @@ def make_app(
         return await _served(_while_connected(request, _complete(client, request, engines)))
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """Return decode's models."""
-        return await _served(_page(client, next(engines.decode), "/v1/models"))
+        return await _served(_page(client, request, decode))
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """Return 200 if an engine of each kind is healthy."""
 
         async def look() -> Response:
-            await _page(client, next(engines.prefill), "/health")
-            return await _page(client, next(engines.decode), "/health")
+            await _page(client, request, prefill)
+            return await _page(client, request, decode)
 
         return await _served(look())
 
@@ -129,12 +129,25 @@ def make_app(
     return app
 
 
-async def _page(client: httpx.AsyncClient, engine: Engine, path: str) -> Response:
-    """Return an engine's page."""
-    answer = await client.get((engine.url if isinstance(engine, SGLang) else engine).rstrip("/") + path)
-    if answer.status_code != OK:
-        raise EngineError(answer.status_code, answer.content)
-    return Response(answer.content, media_type=answer.headers.get("content-type"))
+async def _page(client: httpx.AsyncClient, request: Request, engines: Sequence[Engine]) -> Response:
+    """Return the page of the first engine that has it. It takes no turn of an engine, so that probes shift no load."""
+    failure: Exception = EngineError(BAD_GATEWAY, "there is no engine")
+    for engine in engines:
+        url = (engine.url if isinstance(engine, SGLang) else engine).rstrip("/") + request.url.path
+        try:
+            answer = await client.get(url, headers=_passed_on(request))
+        except httpx.HTTPError as error:
+            failure = error
+            continue
+        if answer.status_code == OK:
+            return Response(answer.content, media_type=answer.headers.get("content-type"))
+        failure = EngineError(answer.status_code, answer.content)
+    raise failure
+
+
+def _passed_on(request: Request) -> dict[str, str]:
+    """Return the headers of a request that engines get, too."""
+    return {name: request.headers[name] for name in PASSED_ON if name in request.headers}
 
 
 async def _complete(client: httpx.AsyncClient, request: Request, engines: Engines) -> Response:
@@ -142,8 +155,7 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
         body = dict(json.loads(await request.body()))
     except (ValueError, TypeError) as error:
         raise EngineError(BAD_REQUEST, f"the body is no JSON object: {error}") from error
-    headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-    call = Call(client, request.url.path, headers)
+    call = Call(client, request.url.path, _passed_on(request))
     prefill, decode = next(engines.prefill), next(engines.decode)
     is_mixed = isinstance(prefill, SGLang) or isinstance(decode, SGLang)
     if is_mixed and (not call.path.endswith("/v1/completions") or body.get("n", 1) != 1):
@@ -356,9 +368,10 @@ async def _answered(sent: httpx.Response, computed: asyncio.Task[Any] | None, *,
 def _with_prefills_count(answer: Any, computed: asyncio.Task[Any] | None) -> Any:
     """Return an answer of decode with prefill's count of cached tokens; None: it has no count, or prefill said none."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
-    is_known = computed is not None and computed.done() and not computed.cancelled() and computed.exception() is None
-    count = (computed.result() or {}).get(CACHED) if computed is not None and is_known else None
-    if not details or count is None:
+    if not details or computed is None or not computed.done() or computed.cancelled() or computed.exception():
+        return None
+    count = (computed.result() or {}).get(CACHED)
+    if count is None:
         return None
     details["cached_tokens"] = count
     return answer

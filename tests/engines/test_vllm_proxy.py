@@ -141,6 +141,23 @@ def test_engines_of_a_kind_are_taken_in_turn(proxy):
     assert [host for host, *_ in engines.heard if host != "decode"] == ["prefill-0", "prefill-1", "prefill-0"]
 
 
+def test_probes_of_health_shift_no_load_from_one_engine_to_another(proxy):
+    asked = []
+
+    def handle(request):
+        if request.url.path == "/health":
+            return httpx.Response(200)
+        asked.append(request.url.host)
+        return httpx.Response(200, json={"choices": [{"text": "a"}]})
+
+    app = proxy.make_app(["http://prefill"], ["http://first", "http://second"], httpx.MockTransport(handle))
+    with TestClient(app) as client:
+        for _ in range(2):
+            client.get("/health")
+            client.post("/v1/completions", json={"prompt": "p"})
+    assert [host for host in asked if host != "prefill"] == ["first", "second"]
+
+
 def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
     monkeypatch.setattr(proxy, "DISCONNECT_LOOK_S", 0.01)
     ended = []
@@ -291,14 +308,18 @@ def test_pages_that_load_balancers_and_clients_ask_for_first_are_served(proxy):
     pages = {"/health": httpx.Response(200), "/v1/models": httpx.Response(200, json={"data": [{"id": "m"}]})}
 
     def handle(request):
-        return httpx.Response(503) if request.url.host == "prefill" and away else pages[request.url.path]
+        heard.append(request.headers.get("authorization"))
+        return httpx.Response(503) if request.url.host in away else pages[request.url.path]
 
-    away = False
-    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(handle))
+    away, heard = set(), []
+    app = proxy.make_app(["http://first", "http://second"], ["http://decode"], httpx.MockTransport(handle))
     with TestClient(app) as client:
         assert client.get("/health").status_code == 200
-        assert client.get("/v1/models").json()["data"] == [{"id": "m"}]
-        away = True
+        answer = client.get("/v1/models", headers={"Authorization": "Bearer t"})
+        assert (answer.json()["data"], heard[-1]) == ([{"id": "m"}], "Bearer t")
+        away |= {"first"}
+        assert client.get("/health").status_code == 200
+        away |= {"second"}
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/responses", json={})
     assert (refused.status_code, "/v1/chat/completions" in refused.json()["error"]["message"]) == (400, True)
