@@ -64,13 +64,15 @@ def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int
         ArgumentError: an argument is of another type or out of range, or there is not enough memory.
     """
     length_bytes = arguments.whole_number("length_bytes", length_bytes, 1, LENGTH_BYTES_MAX)
-    descriptor = -1
+    descriptor, mapping = -1, None
     try:
         descriptor = _sealed_memory(length_bytes, arguments.text("name", name))
         mapping = mmap.mmap(descriptor, length_bytes)
         # After the mapping, which fails at once where so much could never be.
         os.posix_fallocate(descriptor, 0, length_bytes)
     except OSError as error:
+        if mapping is not None:
+            mapping.close()
         if descriptor >= 0:
             os.close(descriptor)
         raise ArgumentError(

@@ -240,17 +240,17 @@ def _believe_late_attach(stack: ExitStack) -> None:
 
 
 def _tell_no_completion(stack: ExitStack) -> None:
-    def note(self: Any, known: Any, key: Any, outcome: Any) -> None:
-        if outcome.ended.reason is not Reason.NONE:
-            real(self, known, key, outcome)
+    def note(self: Any, known: Any, key: Any, ended: Any, engine: int, serial: int = 0) -> None:
+        if ended.reason is not Reason.NONE:
+            real(self, known, key, ended, engine, serial)
 
     real = _set(stack, TargetSession, "_note_outcome", note)
 
 
 def _tell_no_failure(stack: ExitStack) -> None:
-    def note(self: Any, known: Any, key: Any, outcome: Any) -> None:
-        if outcome.ended.reason is Reason.NONE or key in self.rooms:
-            real(self, known, key, outcome)
+    def note(self: Any, known: Any, key: Any, ended: Any, engine: int, serial: int = 0) -> None:
+        if ended.reason is Reason.NONE or key in self.rooms:
+            real(self, known, key, ended, engine, serial)
 
     real = _set(stack, TargetSession, "_note_outcome", note)
 

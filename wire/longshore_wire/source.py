@@ -393,9 +393,7 @@ class SourceSession:
             else:
                 self._send(peer, Abort(claim.pair, ended.reason or Reason.ROOM_REUSED, ended.text))
             return
-        if room is None and claim.first_token == claim.end_token and key.instance == self.config.instance:
-            self._note_complete(link, claim.pair, claim.binding.capability, now_ns)
-            self._send(peer, Demand(claim.pair, 1, 0, 0, claim.end_token))
+        if room is None and self._takes_nothing(link, claim, now_ns):
             return
         if room is None:
             if key.instance != self.config.instance or len(self.rooms) >= self.config.rooms_max:
@@ -429,6 +427,19 @@ class SourceSession:
         self._send_demand(room, pair)
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
+
+    def _takes_nothing(self, link: Link, claim: Claim, now_ns: int) -> bool:
+        """Handle a claim of no tokens of a room that is not open: note it and return True. Other claims open the room."""
+        is_ours = claim.pair.key.instance == self.config.instance
+        if claim.first_token < claim.end_token or not is_ours or claim.serial in self._used_serials(link):
+            return False
+        try:
+            self._note_complete(link, claim.pair, claim.binding.capability, now_ns)
+        except LongshoreError as error:
+            self._send(link.peer, Abort(claim.pair, error.reason, str(error)))
+        else:
+            self._send(link.peer, Demand(claim.pair, 1, 0, 0, claim.end_token))
+        return True
 
     def _is_strange(self, room: SourceRoom, link: Link, claim: Claim) -> bool:
         """Whether a claim does not show the room's capability. Then it changes nothing, and its sender is told."""
@@ -579,19 +590,19 @@ class SourceSession:
 
     def _on_complete(self, link: Link, message: Complete, now_ns: int) -> None:
         """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
-        key, peer = message.pair.key, link.peer
-        self._send(peer, EndAck(message.pair))
-        if key not in self.ended and key.instance == self.config.instance:
+        key = message.pair.key
+        self._send(link.peer, EndAck(message.pair))
+        if key in self.ended or key.instance != self.config.instance:
+            return
+        try:
             self._note_complete(link, message.pair, None, now_ns)
+        except LongshoreError:
+            self._stale(message)
 
     def _note_complete(self, link: Link, pair: PairKey, capability: bytes | None, now_ns: int) -> None:
-        """Record that a target needs nothing more of a room."""
+        """Record that a target needs nothing more of a room. Raises LayoutError: the two cannot exchange pages."""
         key, peer = pair.key, link.peer
-        try:
-            expected = self._route(link, key).expected
-        except LongshoreError:
-            self.counters["stale.Complete"] += 1
-            return
+        expected = self._route(link, key).expected
         completed = Completed(pair, expected, self.table.remembered_until_ns(now_ns), capability)
         room = self.rooms.get(key)
         if room is None:

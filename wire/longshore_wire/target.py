@@ -627,28 +627,28 @@ class TargetSession:
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
-                self._note_outcome(link, room.key, Outcome(ended, pair.engine, pair.serial))
+                self._note_outcome(link, room.key, ended, pair.engine, pair.serial)
         if link.queued_epoch == attach.epoch:
             return
         link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
                 if life.peer == link.peer and life.epoch != attach.epoch:
-                    self._note_outcome(link, key, Outcome(ended, life.engine))
+                    self._note_outcome(link, key, ended, life.engine)
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                self._note_outcome(link, room.key, Outcome(done, pair.engine))
+                self._note_outcome(link, room.key, done, pair.engine)
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         link = self.peers[pair.peer]
         if self._concerns(link, pair):
-            self._note_outcome(link, key, Outcome(ended, pair.engine, pair.serial))
+            self._note_outcome(link, key, ended, pair.engine, pair.serial)
             self._send_outcome(link, key, now_ns)
 
-    def _note_outcome(self, link: Link, key: RoomKey, outcome: Outcome) -> None:
-        link.outcomes[key] = outcome
+    def _note_outcome(self, link: Link, key: RoomKey, ended: Ended, engine: int, serial: int = 0) -> None:
+        link.outcomes[key] = Outcome(ended, engine, serial)
 
     def _send_outcome(self, link: Link, key: RoomKey, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached.
