@@ -45,6 +45,7 @@ from gpu_world import EngineProcess, GPUAgent, agent_page, agent_status
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
 from longshore_cli.metrics_page import MetricsPage
+from longshore_wire.names import room_name
 
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
@@ -87,7 +88,7 @@ def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
 
 def spans(agent: GPUAgent, room: int) -> list[dict[str, Any]]:
     """Return the spans of a room's slabs at one agent, without those of its messages."""
-    found = json.loads(agent_page(agent, f"/v1/rooms/{room}"))["spans"]
+    found = json.loads(agent_page(agent, f"/v1/rooms/{room_name(room)}"))["spans"]
     return [span for span in found if span["kind"] == "stage"]
 
 

@@ -61,8 +61,10 @@ ON_GPU = ".gpu"
 UNKNOWN_WIRE = "Unknown"
 
 
-# Numbers of rooms that connectors and routers draw at random are far above it.
+# Connectors and routers draw numbers of rooms at random, far above this one.
 _GUESSED_END = 1 << 32
+# The form of a room's name, see `room_name`.
+ROOM_NAME = r"^([0-9]{1,10}|r[0-9a-f]{16})$"
 
 
 def room_name(room: int) -> str:
@@ -72,7 +74,7 @@ def room_name(room: int) -> str:
     """
     if room < _GUESSED_END:
         return str(room)
-    # Engines import this module, and do not need it there.
+    # Here, because every engine imports this module, and few need a digest at their start.
     import hashlib
 
     return f"r{hashlib.sha256(b'longshore room' + room.to_bytes(8, 'little')).hexdigest()[:16]}"

@@ -27,7 +27,7 @@ from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_agent.transports.own_network import host_identity
 from longshore_spec.status import AgentStatus, InstanceStatus, Severity
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import ROOM_NAME, UNKNOWN_WIRE
 
 # The label `worker` of the supervisor's own metrics.
 SUPERVISOR = "supervisor"
@@ -176,9 +176,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
     def room_detail(
         room: Annotated[
             str,
-            Path(
-                pattern=rooms.ROOM_NAME, description="The room's name: its number below 2**32, and else a digest of it."
-            ),
+            Path(pattern=ROOM_NAME, description="The room's name: its number below 2**32, and else a digest of it."),
         ],
         instance: Annotated[str | None, Query(description="Show only rooms of this prefill instance.")] = None,
     ) -> Response:

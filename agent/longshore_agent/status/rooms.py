@@ -14,8 +14,6 @@ from longshore_agent.status.spans import Span
 from longshore_spec.status import RoomStatus
 
 PAGE_MAX = 1000
-# A number below 2**32, or a digest of one above; see `names.room_name`.
-ROOM_NAME = r"^([0-9]{1,10}|r[0-9a-f]{16})$"
 # A page's cursor is a room's key. Instances have short names, so a longer cursor is not ours.
 _CURSOR_CHARACTERS_MAX = 4096
 

@@ -13,7 +13,7 @@ from longshore_cli.rooms import listing, timeline
 from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
 from longshore_cli.rooms.steps import cut_workers, joined
 from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
-from longshore_wire.names import room_name
+from longshore_wire.names import ROOM_NAME, room_name
 
 # Requests to each agent. An answer lacks a worker that got no processor for a while, so the one with most spans counts.
 REQUESTS = 2
@@ -22,8 +22,6 @@ CLOCK_REQUESTS = 8
 # Of one page of `/v1/rooms`.
 _PAGE_ROOMS_MAX = 1000
 _NS_PER_US = 1000
-
-
 _ROOM_END = 1 << 64
 
 
@@ -90,9 +88,9 @@ def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, A
 
 def _name(text: str) -> str:
     """Return a room's name. Whoever sees a request to an agent must not learn the room's number."""
-    if re.fullmatch(r"[0-9]+", text) and int(text) < _ROOM_END:
+    if text.isdecimal() and int(text) < _ROOM_END:
         return room_name(int(text))
-    if re.fullmatch(r"r[0-9a-f]{16}", text):
+    if not text.isdecimal() and re.fullmatch(ROOM_NAME, text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r}: give a number below 2**64, or a name as `longshore rooms` shows it")
 
