@@ -16,8 +16,6 @@ from browser import HOST
 
 from longshore_client import Half, RoomError, RoomEventKind
 
-# An instance's name, as a router or another node's engine may give it. An agent refuses it for its own engines.
-HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TOKENS = 700
 DEPLOYMENT = "team/llama-70b"
 
@@ -56,15 +54,18 @@ class Pages:
         request.give_back([end])
 
     @contextlib.contextmanager
-    def waits_for_a_hostile_name(self) -> Iterator[int]:
-        """Let decode claim a room of an instance with the name HOSTILE, whose address accepts connections and never answers."""
-        with socket.create_server((HOST, 0)) as silent:
+    def waits_for_a_silent_peer(self) -> Iterator[int]:
+        """Let decode claim a room of an instance whose addresses accept connections and never answer."""
+        with contextlib.ExitStack() as silent:
             endpoint = self.source.endpoint()
-            address = f"{HOST}:{silent.getsockname()[1]}"
-            ranks = tuple(msgspec.structs.replace(rank, address=address) for rank in endpoint.ranks)
+            ranks = tuple(
+                msgspec.structs.replace(rank, address=f"{HOST}:{silent.enter_context(server).getsockname()[1]}")
+                for rank in endpoint.ranks
+                for server in [socket.create_server((HOST, 0))]
+            )
             room = next(room_ids)
             pages = self.target.take_pages(0, 64)
-            claimed = msgspec.structs.replace(endpoint, instance=HOSTILE, ranks=ranks)
+            claimed = msgspec.structs.replace(endpoint, instance="llama-prefill-9", ranks=ranks)
             self.target.client.receive(room, claimed, pages, 0, 64)
             yield room
 

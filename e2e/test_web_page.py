@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ from typing import Self
 import pytest
 from browser import HOST, Browser, program
 from controlplane.waiting import until
-from page_scene import HOSTILE, Pages, pages
+from page_scene import Pages, pages
 
 TOKEN = "a-token-of-this-test"
 PROXY_PATH = "/api/v1/namespaces/team/pods/agent-1:9470/proxy/"
 LIMIT_S = 150.0
 PHONE = 375
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +58,36 @@ def gives(browser: Browser, token: str) -> None:
     browser.run("document.querySelector('button').click()")
 
 
-def test_the_page_asks_for_the_token_and_shows_what_moves_and_no_name_becomes_code(
-    scene: Pages, browser: Browser
-) -> None:
+def test_the_page_asks_for_the_token_and_shows_what_moves(scene: Pages, browser: Browser) -> None:
     browser.has_size(PHONE, 812, phone=True)
     browser.open(f"{scene.decode.http}/")
     assert "llama" not in shows(browser, "The agent wants its token.")
     gives(browser, "another")
     shows(browser, "The agent does not accept this token.")
     gives(browser, TOKEN)
-    with scene.waits_for_a_hostile_name(), scene.busy():
-        shown = shows(browser, "gpu-node-7", "ready", "from llama-prefill-0/0/1", "staged", HOSTILE, "rooms done")
+    with scene.waits_for_a_silent_peer(), scene.busy():
+        shown = shows(
+            browser, "gpu-node-7", "ready", "from llama-prefill-0/0/1", "staged", "llama-prefill-9", "rooms done"
+        )
         until(lambda: "received\n0 B/s" not in browser.text() and "received\n-" not in browser.text(), "a rate")
     assert "The agent" not in shown
-    # Images, scripts and attributes would be elements.
-    assert browser.run("document.querySelectorAll('main img, main script, [onerror]').length") == 0
     assert browser.run("document.title") == "gpu-node-7: ready"
     assert browser.run("document.documentElement.scrollWidth") == PHONE
     scene.fails()
     shows(browser, "Failed rooms", "reason", "peer_lost")
     # The refused requests without a valid token are told as well.
     assert [text for text in browser.complaints if "401" not in text] == []
+
+
+def test_no_name_becomes_code(scene: Pages, browser: Browser) -> None:
+    with _Proxy(scene.decode.http) as proxy, scene.waits_for_a_silent_peer():
+        # Agents refuse such a name, so the proxy puts it in their answers.
+        proxy.renames = "llama-prefill-", HOSTILE
+        browser.open(f"{proxy.url}{PROXY_PATH}")
+        shows(browser, "gpu-node-7", f"from {HOSTILE}0/0/1", f"{HOSTILE}9")
+    # Images, scripts and attributes would be elements.
+    assert browser.run("document.querySelectorAll('main img, main script, [onerror]').length") == 0
+    assert browser.run("document.title") == "gpu-node-7: ready"
 
 
 def test_a_script_that_is_not_the_pages_own_is_refused_by_the_policy(scene: Pages, browser: Browser) -> None:
@@ -128,6 +139,7 @@ class _Proxy(ThreadingHTTPServer):
 
     Attributes:
         got_token: the agents to which a browser has sent a token.
+        renames: a text in the agent's JSON, and the text to put in its place.
     """
 
     def __init__(self, agent: str) -> None:
@@ -137,6 +149,7 @@ class _Proxy(ThreadingHTTPServer):
         self.down = False
         self.adds_token = True
         self.got_token: set[str] = set()
+        self.renames: tuple[str, str] | None = None
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -165,7 +178,11 @@ class _Passes(BaseHTTPRequestHandler):
         headers = {"Authorization": token} if token else {}
         line.request(self.command, f"/{self.path.removeprefix(PROXY_PATH)}", headers=headers)
         answer = line.getresponse()
-        self._answer(answer.status, answer.getheaders(), answer.read())
+        body = answer.read()
+        if self.server.renames and answer.getheader("Content-Type") == "application/json":
+            old, new = self.server.renames
+            body = body.replace(old.encode(), json.dumps(new)[1:-1].encode())
+        self._answer(answer.status, answer.getheaders(), body)
         line.close()
 
     def do_HEAD(self) -> None:
