@@ -33,8 +33,6 @@ _LOOK_S = 0.05
 # Above an agent's own limits for draining and for ending its workers. Afterwards its whole group is killed.
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
-# sun_path has 108 bytes with its terminating zero.
-SOCKET_PATH_BYTES_MAX = 107
 
 
 class LocalAgentError(LongshoreError):

@@ -101,11 +101,18 @@ def path_text(name: str, value: object) -> str:
 def engine_socket(path: object) -> str:
     """Return the path of the engine socket: the given one, or that of the environment, or that without a deployment."""
     if path is not None:
-        return path_text("path", path)
-    found = os.environ.get(names.ENGINE_SOCKET_VARIABLE)
-    if found is None:
+        name, found = "path", path_text("path", path)
+    elif (given := os.environ.get(names.ENGINE_SOCKET_VARIABLE)) is not None:
+        name, found = names.ENGINE_SOCKET_VARIABLE, text(names.ENGINE_SOCKET_VARIABLE, given)
+    else:
         return f"{names.RUN_DIRECTORY}/{names.SOCKET_FILE}"
-    return text(names.ENGINE_SOCKET_VARIABLE, found)
+    length = len(os.fsencode(found))
+    if length > names.SOCKET_PATH_BYTES_MAX:
+        raise ArgumentError(
+            f"{name} has {length} bytes: the kernel connects to sockets whose paths have at most "
+            f"{names.SOCKET_PATH_BYTES_MAX}"
+        )
+    return found
 
 
 def flag(name: str, value: object) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from longshore_client.core import Core, State
-from longshore_client.errors import ArgumentError
+from longshore_client.errors import ArgumentError, ConnectError
 from longshore_client.ledger import Call, Outgoing
 from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE, Hello, RoomEvent, ToEngine
 from longshore_wire.errors import CodecError, LongshoreError
@@ -36,6 +36,9 @@ RECEIVE_BATCH_MAX = 64
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 # As a number: operators of flags of `enum` take as long as the system call.
 _CUT = int(socket.MSG_TRUNC)
+# Interval of the warnings while no agent has welcomed this engine.
+WAIT_LOG_S = 10.0
+_WHERE = "give the path of the engine socket that the agent's log names"
 _REMEDY = (
     f"give the engine's pod securityContext.supplementalGroups: [{AGENT_USER_ID}], or on a machine of your own the group "
     "of the agent; if it has that group, SELinux or AppArmor refuses it"
@@ -60,7 +63,12 @@ class AgentSocket:
 
     @classmethod
     def dial(cls, path: str) -> AgentSocket:
-        """Connect to an agent. Raises OSError; a PermissionError says what this process lacks."""
+        """Connect to an agent.
+
+        Raises:
+            ConnectError: no agent listens at what is there.
+            OSError: another attempt may succeed; a PermissionError says what this process lacks.
+        """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connected.setblocking(False)
@@ -68,8 +76,10 @@ class AgentSocket:
         except PermissionError as error:
             connected.close()
             raise PermissionError(_what_is_lacking(path)) from error
-        except OSError:
+        except OSError as error:
             connected.close()
+            if error.errno in (errno.ECONNREFUSED, errno.EPROTOTYPE) and not _can_be_an_agent(path, error):
+                raise ConnectError(f"{path} is no socket of an agent ({error}): {_WHERE}") from error
             raise
         return cls(connected)
 
@@ -122,6 +132,23 @@ class AgentSocket:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _warn(text: str) -> None:
+    # Its import would be a tenth of that of this package, and few engines wait that long.
+    import logging
+
+    logging.getLogger("longshore.client").warning(text)
+
+
+def _can_be_an_agent(path: str, error: OSError) -> bool:
+    """Return whether an agent may answer later at a path that refuses now. A file of another kind stays."""
+    if error.errno == errno.EPROTOTYPE:
+        return False
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)  # noqa: PTH116 -- as below
+    except OSError:
+        return True
 
 
 def _what_is_lacking(path: str) -> str:
@@ -250,13 +277,21 @@ class Connection:
             HelloRefused, CodecError, ConnectError: no agent has; the connection is closed.
         """
         self._thread.start()
+        end_s = time.monotonic() + left_s
         with self.changed:
-            self.changed.wait_until(lambda: self.core.state in (State.READY, State.CLOSED), left_s)
+            while not self.changed.wait_until(self._is_settled, min(left_s, WAIT_LOG_S)):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                _warn(f"{self.core.connect_error(timeout_s - left_s)}; trying for {left_s:.0f} s more")
             if self.core.state is State.READY:
                 return
             error = self.core.connect_error(timeout_s)
         self.close()
         raise error
+
+    def _is_settled(self) -> bool:
+        return self.core.state in (State.READY, State.CLOSED)
 
     def check_process(self, what: str) -> None:
         """Raise ArgumentError in a forked child, which does not have the thread."""

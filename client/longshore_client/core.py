@@ -210,6 +210,11 @@ class Core:
             return self._refusal
         if self._turned_away is not None:
             return HelloRefused(f"{self._turned_away}; tried for {timeout_s:g} s", reason=self._turned_away.reason)
+        if self.state is State.GREETING:
+            return ConnectError(
+                f"the agent at {self._path} has not welcomed this engine{self._place} within {timeout_s:g} s and may still "
+                "start a worker for it: give a longer timeout_s, or read in the agent's log what takes that long"
+            )
         return ConnectError(
             f"no agent welcomed this engine at {self._path}{self._place} within {timeout_s:g} s ({self.last_error}): "
             "check that the agent runs on this node and that the path is its engine socket"
@@ -273,6 +278,8 @@ class Core:
             return
         self.last_error = str(error)
         self._turned_away = error if isinstance(error, HelloRefused) else None
+        if isinstance(error, ConnectError) and self.welcome is None:
+            self._refusal = error
         if isinstance(error, CodecError) and self.welcome is None:
             self._refusal = CodecError(f"the agent at {self._path} does not speak our protocol: {error}")
         self._forbidden_dial_count = self._forbidden_dial_count + 1 if isinstance(error, PermissionError) else 0

@@ -24,7 +24,7 @@ def connect(
     device: str = "cpu",
     roles: Collection[Half] = (Half.SOURCE, Half.TARGET),
     host_layout: KVLayout | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> Client:
     """Register this engine rank at its node's agent. Retries until an agent accepts it or `timeout_s` is over.
 
@@ -44,7 +44,8 @@ def connect(
             this name is registered), this is raised only when `timeout_s` is over.
         CodecError: the process that listens there does not speak this protocol.
         NotPermitted: this process may not use the socket; says which group it lacks. Raised at once.
-        ConnectError: no agent answered in time.
+        ConnectError: no agent answered in time; or the path is no agent's socket, which is raised at once. Meanwhile the
+            logger longshore.client warns each 10 s.
     """
     hello = Hello(
         ENGINE_PROTOCOL_VERSION,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from longshore_client import (
     Half,
     PoolRefused,
     Reason,
+    connection,
     create_region,
     pool_geometry,
 )
@@ -112,6 +115,48 @@ def test_an_engine_in_the_group_of_the_socket_is_welcomed_and_another_is_not(pla
         assert "group 10001 (mode 0660), and this process has user 65534, groups 5, 65534" in told_engine(place, 5)
         Path(place).parent.chmod(0o700)
         assert "is not accessible to this process" in told_engine(place, 10001)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "stream", "datagram"])
+def test_a_path_where_no_agent_can_answer_fails_at_once(path, kind):
+    if kind == "file":
+        Path(path).write_text("no socket")
+    elif kind == "folder":
+        Path(path).mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM if kind == "datagram" else socket.SOCK_STREAM) as other:
+        if kind in ("stream", "datagram"):
+            other.bind(path)
+        if kind == "stream":
+            other.listen()
+        begin_s = time.monotonic()
+        with pytest.raises(ConnectError, match="is no socket of an agent") as raised:
+            client_at(path)
+    assert path in str(raised.value)
+    assert time.monotonic() - begin_s < WAIT_S
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(path, monkeypatch):
+    with pytest.raises(ArgumentError, match=r"path has 108 bytes: .* at most 107"):
+        client_at("/" + 107 * "a")
+    monkeypatch.setenv("LONGSHORE_ENGINE_SOCKET", "/" + 200 * "a")
+    with pytest.raises(ArgumentError, match="LONGSHORE_ENGINE_SOCKET has 201 bytes"):
+        client_at(None)
+
+
+def test_while_a_client_waits_for_its_agent_it_warns_what_for(path, monkeypatch, caplog):
+    monkeypatch.setattr(connection, "WAIT_LOG_S", 0.01)
+    with pytest.raises(ConnectError, match="No such file"):
+        client_at(path, timeout_s=0.1)
+    assert caplog.messages and all(path in text and "No such file" in text for text in caplog.messages)
+    assert "s more" in caplog.messages[0]
+
+
+def test_an_agent_that_has_the_connection_and_does_not_answer_is_told_from_one_that_is_absent(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(ConnectError, match="may still start a worker for it: give a longer timeout_s"):
+            client_at(path, timeout_s=0.5)
 
 
 def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):

@@ -37,6 +37,8 @@ ENVIRONMENT_PREFIX = "LONGSHORE_"
 # The engine socket is in <RUN_DIRECTORY>/<namespace>/<deployment>/. An agent without a deployment has it in RUN_DIRECTORY.
 RUN_DIRECTORY = "/run/longshore"
 SOCKET_FILE = "agent.sock"
+# sun_path has 108 bytes with its terminating zero.
+SOCKET_PATH_BYTES_MAX = 107
 # Prefix of the variables for engines, which are no settings of our programs.
 ENGINE_PREFIX = f"{ENVIRONMENT_PREFIX}ENGINE_"
 # The variable in which an engine's client finds the path of the engine socket, if the engine gives none.
