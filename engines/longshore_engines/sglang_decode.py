@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
-from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, ROOM_0
+from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, room_fault
 from longshore_engines.sglang_versions import ReceiverBase
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find prefill's first rank, unless the request has a handover."""
-        if not self.bootstrap_room:
-            self._conclude_failed(ROOM_0)
+        if fault := room_fault(self.bootstrap_room):
+            self._conclude_failed(fault)
         elif self.failure:
             self._conclude_failed(self.failure)
         elif self._handed is not None:

@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 FAILURE_PAUSE_S = 0.2
 # In this time all ranks of an engine offer the last chunk of a prompt.
 SIBLINGS_S = 1.0
-# SGLang's metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit.
-ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
+# SGLang keeps the number in a tensor of this type.
+_ROOM_MAX = 2**63 - 1
+
+
+def room_fault(bootstrap_room: int | None) -> str:
+    """Return why SGLang can move no prompt with this number; empty: it can.
+
+    Its metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit. A number
+    that the tensor cannot hold ends the engine.
+    """
+    if bootstrap_room is not None and 0 < bootstrap_room <= _ROOM_MAX:
+        return ""
+    meaning = ", which SGLang also uses for 'not yet'" if bootstrap_room == 0 else ""
+    return f"bootstrap_room is {bootstrap_room}{meaning}: let the router draw numbers from 1 to 2**63 - 1"
 
 
 class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not installed where types are checked
@@ -48,7 +60,7 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self.half: OpenHalf | None = None
-        self.failure = "" if bootstrap_room else ROOM_0
+        self.failure = room_fault(bootstrap_room)
         self._first_token = 0
         self._is_complete = False
         self._failed_s: float | None = None
