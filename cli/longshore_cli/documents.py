@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,10 +94,22 @@ def _sort(body: object, place: str, found: Found) -> None:
         for number, item in enumerate(body["items"]):
             _sort(item, f"{place} items[{number}]", found)
     elif body.get("kind") == names.KIND and str(body.get("apiVersion", "")).partition("/")[0] == names.API_GROUP:
-        found.documents.append(Document(place, body))
+        _add(Document(place, body), found)
     elif body.get("kind") == names.KIND:
         found.unreadable.append(
             f"{place}: apiVersion is {body.get('apiVersion')!r} with kind {names.KIND}: write {names.API_GROUP_VERSION}"
         )
+    elif difflib.get_close_matches(str(body.get("kind")), [names.KIND], cutoff=0.8):
+        found.unreadable.append(f"{place}: kind is {body['kind']!r}: did you mean {names.KIND}?")
     else:
         found.notes.append(f"{place}: {body.get('kind', 'a document without a kind')} is left out")
+
+
+def _add(document: Document, found: Found) -> None:
+    twin = next((other for other in found.documents if other.name == document.name), None)
+    if twin is not None:
+        name = "/".join(document.name)
+        found.notes.append(
+            f"{document.place}: {name} is also at {twin.place}: kubectl applies both, and the later one holds"
+        )
+    found.documents.append(document)

@@ -24,7 +24,7 @@ from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
 from longshore_cli.status_pages import OK, AgentPages
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE, room_name
+from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE, SOCKET_PATH_BYTES_MAX, room_name
 
 # Includes the self-test. On a busy machine with few cores, loading the libraries takes most of the time.
 READY_TIMEOUT_S = 120.0

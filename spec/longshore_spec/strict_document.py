@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -23,15 +24,22 @@ DOCUMENT_BYTES_MAX = 64 << 10
 SHOWN_CHARACTERS_MAX = 60
 
 S = TypeVar("S", bound=msgspec.Struct)
+# Values of a document after its aliases are replaced. A few nested aliases can expand to more than fit into memory.
+VALUES_MAX = 1_000_000
 # PyYAML's error for a file with several documents, which is valid YAML.
 _SEVERAL = "expected a single document in the stream"
 
 
 class Mapping(dict[Any, Any]):
-    """A mapping of the document that records repeated keys."""
+    """A mapping of the document that records repeated keys.
 
-    def __init__(self, entries: list[tuple[Any, Any]]) -> None:
-        super().__init__(entries)
+    Args:
+        entries: its keys and values.
+        merged: entries of mappings that YAML's `<<` merges into it, where it has no such key.
+    """
+
+    def __init__(self, entries: list[tuple[Any, Any]], merged: Sequence[tuple[Any, Any]] = ()) -> None:
+        super().__init__([*merged, *entries])
         counts = Counter(key for key, _ in entries)
         self.repeated = [key for key, count in counts.items() if count > 1]
 
@@ -65,17 +73,32 @@ def _parse_yaml(text: str) -> object:
         raise ConfigError(["(document): it is YAML and PyYAML is not installed: write JSON or install it"]) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """A safe loader without aliases and merges, whose mappings record repeated keys."""
+        """A safe loader whose mappings record repeated keys."""
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few nested aliases can expand to more values than fit into memory.
-            if self.check_event(yaml.events.AliasEvent):
-                raise yaml.composer.ComposerError(None, None, "aliases are not allowed", self.peek_event().start_mark)
-            return super().compose_node(parent, index)
+        def get_single_node(self) -> Any:
+            found = super().get_single_node()
+            if found is not None and _value_count(found, {}) > VALUES_MAX:
+                raise yaml.composer.ComposerError(
+                    None, None, f"its aliases make more than {VALUES_MAX} values of it", found.start_mark
+                )
+            return found
 
     def construct(loader: Any, node: Any) -> Mapping:
-        build = loader.construct_object
-        return Mapping([(build(key, deep=True), build(value, deep=True)) for key, value in node.value])
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        loader.flatten_mapping(node)
+        entries = []
+        for key, value in node.value:
+            name = loader.construct_object(key, deep=True)
+            if not isinstance(name, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    "a key is a mapping or a list: render templates first, as with `helm template`",
+                    key.start_mark,
+                )
+            entries.append((name, loader.construct_object(value, deep=True)))
+        merged_count = len(entries) - len(own)
+        return Mapping(entries[merged_count:], entries[:merged_count])
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct)
     try:
@@ -89,6 +112,18 @@ def _parse_yaml(text: str) -> object:
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # PyYAML passes on Python's errors for invalid scalars, such as month 13 or an empty !!int.
         raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error
+
+
+def _value_count(node: Any, counts: dict[int, int]) -> int:
+    """Return the number of values of a node, each alias counted with all that it stands for.
+
+    Raises RecursionError: a node contains itself.
+    """
+    if id(node) not in counts:
+        children = node.value if isinstance(node.value, list) else ()
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        counts[id(node)] = 1 + sum(_value_count(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S | None:

@@ -73,6 +73,7 @@ def test_several_files_and_documents_are_analyzed_and_other_kinds_are_left_out(
     assert [note.rpartition("/")[2] for note in found["notes"]] == [
         f"all.yaml:{lines + 1}: ConfigMap is left out",
         f"all.yaml:{lines + 8} items[1]: Pod is left out",
+        f"all.yaml:{lines + 8} items[0]: kubectl applies both, and the later one holds",
     ]
 
 
@@ -81,7 +82,10 @@ def test_several_files_and_documents_are_analyzed_and_other_kinds_are_left_out(
     [
         ("a: [", "not YAML"),
         ("kind: DisaggDeployment\napiVersion: apps/v1\n", "write longshore.dev/v1alpha1"),
-        ("kind: Pod\n", "there is no DisaggDeployment to analyze"),
+        ("kind: Pod\n", "there is no DisaggDeployment to analyze; "),
+        ("kind: Pod\n", "bad.yaml: Pod is left out"),
+        ("kind: DisagDeployment\n", "kind is 'DisagDeployment': did you mean DisaggDeployment?"),
+        ("kind: DisaggDeployment\nspec: {{ .Values.spec }}\n", "render templates first, as with `helm template`"),
         ("", "there is no DisaggDeployment to analyze"),
         ("\xff", "not UTF-8"),
     ],

@@ -51,6 +51,17 @@ def test_a_manifest_that_the_api_server_refuses_has_an_error(name: str) -> None:
         assert any(expected in each for each in found)
 
 
+@pytest.mark.parametrize("name", [5, False, 1.5])
+def test_a_name_that_yaml_reads_as_no_text_is_refused_by_its_field(name: object) -> None:
+    (found,) = errors(changed() | {"metadata": {"name": name, "labels": {"app": "llama"}}})
+    assert found.startswith(f"metadata.name: {name} is given: write a text, in quotes")
+
+
+def test_a_label_that_yaml_reads_as_no_text_is_refused_by_its_field() -> None:
+    (found,) = errors(changed() | {"metadata": {"name": "llama", "labels": {"zone": 7}, "generation": 3}})
+    assert found.startswith("metadata.labels.zone: 7 is given")
+
+
 def rules_of(place: Body) -> list[Body]:
     found: list[Body] = place.get("x-kubernetes-validations", [])
     return found

@@ -28,7 +28,7 @@ from longshore_spec.agent_config import (
     load,
 )
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
-from longshore_spec.strict_document import DOCUMENT_BYTES_MAX
+from longshore_spec.strict_document import DOCUMENT_BYTES_MAX, parse
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import PageOrder
 from longshore_wire.names import Wire
@@ -226,6 +226,18 @@ def test_an_mla_model_with_staging_always_is_refused_naming_both_fields() -> Non
 )
 def test_what_is_no_document_is_a_fault_and_never_another_error(junk: str | bytes) -> None:
     assert faults_of(junk)
+
+
+def test_aliases_and_merges_stand_for_what_they_name() -> None:
+    given = "x: &base {a: 1, b: [2]}\ny: {<<: *base, a: 3}\nz: *base\n"
+    assert parse(given) == {"x": {"a": 1, "b": [2]}, "y": {"a": 3, "b": [2]}, "z": {"a": 1, "b": [2]}}
+    assert getattr(parse("<<: {a: 1}\na: 2\na: 3\n"), "repeated", None) == ["a"]
+
+
+def test_aliases_that_expand_to_more_than_fits_into_memory_are_refused() -> None:
+    levels = "".join(f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 9)}]\n" for level in range(1, 10))
+    with pytest.raises(ConfigError, match="its aliases make more than 1000000 values"):
+        parse(f"l0: &l0 [x]\n{levels}")
 
 
 @settings(max_examples=200)

@@ -68,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     analyses = [inspect(each, _of_name(each, running.documents), options) for each in found.documents]
     unreadable = [*found.unreadable, *running.unreadable]
     if not found.documents and not unreadable:
-        unreadable.append(f"{', '.join(files)}: there is no {names.KIND} to analyze")
+        unreadable.append(
+            f"{', '.join(files)}: there is no {names.KIND} to analyze{''.join(f'; {note}' for note in found.notes)}"
+        )
     if arguments.running is not None and not unreadable:
         unreadable += _unmatched(found.documents, running.documents, arguments.running)
     if arguments.output == "json":

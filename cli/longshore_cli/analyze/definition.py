@@ -23,7 +23,7 @@ FILE = "disaggdeployments.longshore.dev.yaml"
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "object": ("a mapping", (dict,)),
     "array": ("a list", (list,)),
-    "string": ("a text", (str,)),
+    "string": ("a text, in quotes if it looks like a number or like yes and no", (str,)),
     "integer": ("a whole number", (int,)),
     "boolean": ("true or false", (bool,)),
 }
@@ -37,6 +37,14 @@ KEYWORDS = frozenset({
 })
 # fmt: on
 _SHOWN_CHARACTERS_MAX = 60
+_TEXT: Schema = {"type": "string"}
+_TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
+# The API server itself checks an object's metadata, and a CRD says nothing about it.
+_METADATA: Schema = {
+    "type": "object",
+    "properties": {"name": _TEXT, "namespace": _TEXT, "labels": _TEXTS, "annotations": _TEXTS},
+    "x-kubernetes-preserve-unknown-fields": True,
+}
 
 
 def parse(text: str) -> Body:
@@ -55,7 +63,7 @@ def schema() -> Schema:
     text = resources.files("longshore_cli.analyze").joinpath(FILE).read_text(encoding="utf-8")
     found: Schema = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     properties = {name: entry for name, entry in found["properties"].items() if name != "status"}
-    return found | {"properties": properties}
+    return found | {"properties": properties | {"metadata": _METADATA}}
 
 
 def completed(document: Mapping[str, Any]) -> Body:
