@@ -29,6 +29,7 @@ from longshore_client.ledger import Call, HalfKey, Resume
 from longshore_client.memory import close_all, duplicates
 from longshore_client.pages import PAGE_BYTES, pages_for, split_claim, split_offer
 from longshore_wire.engine_messages import (
+    Ask,
     Cancel,
     DeviceRegion,
     Endpoint,
@@ -306,6 +307,35 @@ class Client:
         call = Call(tuple(split_claim(whole, packed)), key=key)
         self._tell(link, call, f"receive of room {room_name(room)}", timeout_s, begun_ns)
 
+    def ask(
+        self,
+        room: int,
+        endpoint: Endpoint,
+        *,
+        pool: int = 0,
+        memory: TargetMemory | None = None,
+        capability: bytes = b"",
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Ask prefill to say when it has offered a room's first tokens, before this engine has pages for it.
+
+        The event OFFERED follows; then claim the room with `receive`. If the room fails before, FAILED and RELEASED follow. A
+        room that is asked for is open until it is claimed or cancelled. Of an engine's ranks, one needs to ask.
+
+        Args:
+            room, endpoint, pool, memory, capability: as of `receive`.
+        Raises:
+            ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
+        """
+        begun_ns = time.monotonic_ns()
+        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        endpoint = arguments.endpoint_of(endpoint)
+        link, timeout_s = self._link(memory), arguments.timeout(timeout_s)
+        binding = arguments.binding_of(b"", capability)
+        message = Ask(link.core.next_number(), room, pool, endpoint, binding)
+        call = Call((message,), key=HalfKey(Half.TARGET, endpoint.instance, room, pool))
+        self._tell(link, call, f"ask for room {room_name(room)}", timeout_s, begun_ns)
+
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
@@ -442,7 +472,7 @@ class Client:
         ended_ns = time.monotonic_ns()
         if key is not None:
             with self._changed:
-                link.core.steps.answered(key, sent_ns, ended_ns)
+                link.core.steps.answered(key, what.partition(" ")[0], sent_ns, ended_ns)
         return ended_ns
 
     def _taken(self, events: Sequence[RoomEvent]) -> None:
@@ -466,7 +496,7 @@ class Client:
             sent_ns = time.monotonic_ns()
             if call.key is not None:
                 # Before another thread reads an event of this room.
-                link.core.steps.sent(call.key, begun_ns, sent_ns)
+                link.core.steps.sent(call.key, what.partition(" ")[0], begun_ns, sent_ns)
         return sent_ns
 
     def _wait_answer(

@@ -29,6 +29,7 @@ from longshore_client.steps import Steps
 from longshore_wire.engine_messages import (
     TO_AGENT,
     Accepted,
+    Ask,
     Endpoint,
     EndpointUpdate,
     EngineSteps,
@@ -455,10 +456,10 @@ class Core:
         self._settled.append(call)
         accepted = isinstance(answer, Accepted)
         match call.message:
-            case Offer() | Receive() if call.key is not None and call.again:
+            case Offer() | Ask() | Receive() if call.key is not None and call.again:
                 if isinstance(answer, Refused):
                     self._half_lost(call.key, answer)
-            case Offer() | Receive() if call.key is not None:
+            case Offer() | Ask() | Receive() if call.key is not None:
                 if answer is not None:
                     self.ledger.answered(call.key, call, accepted=accepted)
             case RegisterPool(pool=number) if call.again:

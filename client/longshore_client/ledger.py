@@ -14,6 +14,7 @@ from longshore_client.errors import BUSY_HINT_S, Busy
 from longshore_wire.engine_messages import (
     TO_AGENT,
     Accepted,
+    Ask,
     Cancel,
     Half,
     Offer,
@@ -49,7 +50,7 @@ class Resume(NamedTuple):
     accepted_end_token: int
 
 
-Messages = tuple[Offer | Receive | RegisterPool | UnregisterPool | Cancel, ...]
+Messages = tuple[Offer | Ask | Receive | RegisterPool | UnregisterPool | Cancel, ...]
 
 
 class Outgoing(NamedTuple):
@@ -66,7 +67,7 @@ class Call:
         number: of its request; unique in the client's life, so the call can be repeated to a new agent.
         message: the first of its messages; the others are further parts of the same request.
         outgoing: its messages as bytes; empty once it is settled.
-        key: the half of an offer or a claim.
+        key: the half of an offer, an ask or a claim.
         again: True: repeats to a new agent what an earlier one accepted; no caller waits for it.
         given_up: the caller no longer waits.
         done: its half was reported as done before the answer arrived.
@@ -104,11 +105,18 @@ class Call:
 
 @dataclass(slots=True)
 class OpenHalf:
-    """One half, with the messages to repeat to a new agent, in their original order."""
+    """One half, with the messages to repeat to a new agent, in their original order.
+
+    Attributes:
+        is_asked: the engine has asked for the room, and not claimed it.
+        is_offered: it has been told that prefill has offered the room.
+    """
 
     key: HalfKey
     accepted: list[Messages] = field(default_factory=list)
     unanswered: dict[int, Call] = field(default_factory=dict)  # by number; some callers may no longer wait
+    is_asked: bool = False
+    is_offered: bool = False
     cancelled: bool = False
     ended: RoomEvent | None = None
     resume: Resume | None = None
@@ -145,7 +153,7 @@ class Ledger:
         """Record a call on a half before its messages are sent.
 
         Raises:
-            RoomError: the half has ended or was cancelled, or it is a claim that is already open.
+            RoomError: the half has ended or was cancelled, or it is an ask or a claim of a room that is claimed already.
             Busy: too many halves are open.
         """
         found = self._halves.get(key)
@@ -154,7 +162,8 @@ class Ledger:
                 raise Busy(f"{HALVES_MAX} halves of rooms are open: let some end first", retry_after_s=BUSY_HINT_S)
             found = self._halves[key] = OpenHalf(key)
         else:
-            _check_open(found)
+            _check_open(found, call)
+        found.is_asked = isinstance(call.message, Ask)
         found.unanswered[call.number] = call
 
     def answered(self, key: HalfKey, call: Call, *, accepted: bool) -> None:
@@ -165,7 +174,12 @@ class Ledger:
         if accepted:
             # An ended half is never repeated, so its pages need not be kept.
             if found.ended is None:
+                if isinstance(call.message, Receive):
+                    # A claim replaces the ask for its room.
+                    found.accepted.clear()
                 found.accepted.append(call.messages)
+        elif found.accepted and isinstance(call.message, Receive):
+            found.is_asked = True
         elif not (found.accepted or found.unanswered or found.ended):
             del self._halves[key]
 
@@ -186,10 +200,14 @@ class Ledger:
     def take_event(self, event: RoomEvent) -> bool:
         """Record the agent's event; return whether to report it to the engine: only once, and only for an open half."""
         found = self._halves.get(HalfKey(event.half, event.instance, event.room, event.pool))
-        if found is None or (found.ended is not None and event.kind is not RoomEventKind.RELEASED):
+        is_late = found is not None and found.ended is not None and event.kind is not RoomEventKind.RELEASED
+        is_again = event.kind is RoomEventKind.OFFERED and found is not None and (found.is_offered or not found.is_asked)
+        if found is None or is_late or is_again:
             self.stale_event_count += 1
             return False
-        if event.kind is RoomEventKind.RELEASED:
+        if event.kind is RoomEventKind.OFFERED:
+            found.is_offered = True
+        elif event.kind is RoomEventKind.RELEASED:
             del self._halves[found.key]
         else:
             found.ended = event
@@ -223,7 +241,7 @@ class Ledger:
         return [(found.key, messages) for found in self if found.ended is None for messages in found.accepted]
 
 
-def _check_open(found: OpenHalf) -> None:
+def _check_open(found: OpenHalf, call: Call) -> None:
     key = found.key
     if found.ended is not None and found.ended.kind is RoomEventKind.FAILED:
         raise RoomError(f"room {room_name(key.room)} has failed: {found.ended.text}", reason=found.ended.reason)
@@ -235,7 +253,7 @@ def _check_open(found: OpenHalf) -> None:
         raise RoomError(
             f"room {room_name(key.room)} was cancelled: use a new id for a new request", reason=Reason.CANCELLED
         )
-    if key.half is Half.TARGET:
+    if key.half is Half.TARGET and not (found.is_asked and isinstance(call.message, Receive)):
         raise RoomError(
             f"room {room_name(key.room)} is claimed already: use one claim a room", reason=Reason.ROOM_REUSED
         )

@@ -15,14 +15,13 @@ from longshore_wire.engine_messages import (
     ENGINE_STEPS_MAX,
     EngineStep,
     EngineSteps,
-    Half,
     RoomEvent,
     RoomEventKind,
 )
 
 # Halves whose steps are kept; then the oldest are dropped. Steps are for looking at single rooms.
 STEP_HALVES_MAX = 1024
-_CALLS = {Half.SOURCE: "send", Half.TARGET: "receive"}
+_ENDS = (RoomEventKind.DONE, RoomEventKind.FAILED)
 
 
 @dataclass(slots=True)
@@ -48,15 +47,15 @@ class Steps:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def sent(self, key: HalfKey, begun_ns: int, sent_ns: int) -> None:
-        """Record that a `send` or `receive` has sent its messages and now waits for its answer."""
+    def sent(self, key: HalfKey, call: str, begun_ns: int, sent_ns: int) -> None:
+        """Record that a `send`, `ask` or `receive` has sent its messages and now waits for its answer."""
         if self.wanted:
-            self._of(key).steps.append(EngineStep(_CALLS[key.half], begun_ns, sent_ns))
+            self._of(key).steps.append(EngineStep(call, begun_ns, sent_ns))
 
-    def answered(self, key: HalfKey, sent_ns: int, ended_ns: int) -> None:
+    def answered(self, key: HalfKey, call: str, sent_ns: int, ended_ns: int) -> None:
         """Record that the call returns. Another thread may have taken the end of its half before: then it is too late."""
         if (kept := self._kept.get(key)) is not None:
-            kept.steps.append(EngineStep(f"{_CALLS[key.half]} waits", sent_ns, ended_ns, waits=True))
+            kept.steps.append(EngineStep(f"{call} waits", sent_ns, ended_ns, waits=True))
 
     def arrived(self, event: RoomEvent, now_ns: int) -> None:
         """Record that an event was read."""
@@ -73,7 +72,7 @@ class Steps:
             if kept is None or arrived_ns is None:
                 continue
             kept.steps.append(EngineStep(event.kind.name, arrived_ns, max(arrived_ns, now_ns), waits=True))
-            kept.end_taken = kept.end_taken or event.kind is not RoomEventKind.RELEASED
+            kept.end_taken = kept.end_taken or event.kind in _ENDS
             over.append(key)
         return [found for key in dict.fromkeys(over) if (found := self.over(key)) is not None]
 

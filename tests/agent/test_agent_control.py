@@ -19,6 +19,7 @@ from agent_world import (
     Agent,
     Request,
     is_worker,
+    room_ids,
     wait_for,
     wait_for_none,
 )
@@ -34,7 +35,9 @@ from longshore_client import (
     ModelShape,
     Parallel,
     Reason,
+    RoomError,
     RoomEventKind,
+    WaitTimeout,
     connect,
 )
 from longshore_wire.addresses import main_address
@@ -389,6 +392,35 @@ def test_a_claim_without_the_capability_fails_alone_and_the_room_goes_to_its_own
     owner.arrives()
     assert fleet.same.intact()
     assert fleet.other_way.intact()
+
+
+def test_who_asks_for_a_room_is_told_with_its_first_chunk_and_then_claims_it(fleet):
+    each = Request(fleet.one, fleet.same, 60, binding=SECRET)
+    client = fleet.same.client
+    client.ask(each.room, fleet.one.endpoint(), capability=SECRET["capability"])
+    with pytest.raises(WaitTimeout):
+        client.wait(each.room, Half.TARGET, "one", [RoomEventKind.OFFERED], timeout_s=0.2)
+    each.offer()
+    event = client.wait(each.room, Half.TARGET, "one", [RoomEventKind.OFFERED], timeout_s=EVENT_LIMIT_S)
+    assert event.reason is Reason.NONE
+    each.claim()
+    each.arrives()
+    assert fleet.same.intact()
+
+
+def test_an_asked_room_ends_with_its_cancellation_its_pool_or_a_claim_that_cannot_be(fleet):
+    client, endpoint = fleet.same.client, fleet.one.endpoint()
+    for end in ("cancel", "claim"):
+        room = next(room_ids)
+        client.ask(room, endpoint)
+        if end == "claim":
+            with pytest.raises(RoomError, match="pages\\[0\\]"):
+                client.receive(room, endpoint, [10**6], 0, 4)
+        client.cancel(room, Half.TARGET)
+        event = client.wait(room, Half.TARGET, "one", timeout_s=EVENT_LIMIT_S)
+        assert (event.kind, event.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
+        client.wait(room, Half.TARGET, "one", [RoomEventKind.RELEASED], EVENT_LIMIT_S)
+    wait_for_none(fleet.leftovers)
 
 
 @pytest.mark.shows("argument.send.prompt", "argument.receive.prompt")

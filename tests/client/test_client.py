@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from fake_agent import accept_all
-from line import agent_and_client
+from line import Line, agent_and_client
 from scene import DONE, ENDPOINT, FAILED, LAYOUT, RELEASED, event, told
 
 from longshore_client import (
@@ -21,12 +21,16 @@ from longshore_client import (
     Parallel,
     Reason,
     RoomError,
+    RoomEvent,
+    RoomEventKind,
     TargetMemory,
     WaitTimeout,
     pool_geometry,
 )
+from longshore_wire.bindings import Binding
 from longshore_wire.engine_messages import (
     PAGES_PER_MESSAGE_MAX,
+    Ask,
     Cancel,
     Endpoint,
     EndpointUpdate,
@@ -59,6 +63,56 @@ def test_an_offer_and_a_claim_arrive_as_they_were_made():
     assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
     assert (claim.page_count, claim.digest) == (2, False)
     assert client.open_count == 2
+
+
+@pytest.mark.shows("argument.ask.{room,endpoint,pool,capability}")
+def test_an_ask_arrives_as_it_was_made_and_its_answer_is_an_event_once():
+    agent, client = agent_and_client()
+    client.ask(9, ENDPOINT, pool=1, capability=b"secret")
+    (ask,) = told(agent, Ask)
+    assert (ask.room, ask.pool, ask.endpoint, ask.binding) == (9, 1, ENDPOINT, Binding(b"", b"secret"))
+    assert client.open_count == 1
+    offered = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 1, RoomEventKind.OFFERED)
+    agent.say(offered, offered)
+    assert client.poll() == [offered]
+    with pytest.raises(RoomError, match="claimed already"):
+        client.ask(9, ENDPOINT, pool=1)
+
+
+def test_a_claim_takes_the_place_of_its_ask_also_at_the_next_agent():
+    agent, client = agent_and_client()
+    client.ask(9, ENDPOINT)
+    agent.lose()
+    agent.agent(epoch=2)
+    assert len(told(agent, Ask)) == 1
+    client.receive(9, ENDPOINT, [1, 2], 4, 12)
+    with pytest.raises(RoomError, match="claimed already"):
+        client.receive(9, ENDPOINT, [1, 2], 4, 12)
+    agent.lose()
+    agent.agent(epoch=3)
+    assert (len(told(agent, Ask)), len(told(agent, Receive)), client.open_count) == (0, 1, 1)
+    # What an earlier agent said of the ask is late now.
+    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.OFFERED))
+    assert client.poll() == []
+
+
+def test_a_refused_claim_leaves_its_ask_open_until_it_is_claimed_or_cancelled():
+    refused = []
+
+    def answer(message):
+        if isinstance(message, Receive) and refused:
+            return Refused(message.request, Reason.PAGE_OUT_OF_RANGE, "page 99")
+        return accept_all(message)
+
+    line = Line(answer=answer)
+    line.client.ask(9, ENDPOINT)
+    refused.append(True)
+    with pytest.raises(RoomError, match="page 99"):
+        line.client.receive(9, ENDPOINT, [99, 2], 4, 12)
+    assert line.client.open_count == 1
+    refused.clear()
+    line.client.receive(9, ENDPOINT, [1, 2], 4, 12)
+    assert line.client.open_count == 1
 
 
 def test_a_claim_that_asks_for_digests_says_so():

@@ -126,6 +126,25 @@ CALLS = {
             "timeout_s": NO_TIME_NOR_NONE,
         },
     ),
+    "ask": Call(
+        Client.ask,
+        {
+            "room": 1,
+            "endpoint": ENDPOINT,
+            "pool": 0,
+            "memory": TargetMemory.DEVICE,
+            "capability": SECRETS["capability"],
+            "timeout_s": 5.0,
+        },
+        {
+            "room": NO_ROOM,
+            "endpoint": NO_ENDPOINT,
+            "pool": NO_POOL,
+            "memory": other_than(TargetMemory).filter(lambda value: value is not None) | st.just(TargetMemory.HOST),
+            "capability": NO_SECRETS["capability"],
+            "timeout_s": NO_TIME_NOR_NONE,
+        },
+    ),
     "register_pool": Call(
         Client.register_pool,
         {"pool": 5, "geometry": GEOMETRY, "regions": [0], "memory": TargetMemory.DEVICE, "timeout_s": 5.0},

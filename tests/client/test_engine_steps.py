@@ -66,11 +66,11 @@ def test_a_half_whose_engine_takes_its_end_after_the_release_is_reported_then():
 def test_a_call_that_returns_after_its_half_was_reported_is_in_the_report_and_leaves_nothing_behind():
     steps, key = Steps(), HalfKey(Half.SOURCE, "prefill-0", 7, 0)
     steps.wanted = True
-    steps.sent(key, 1, 2)
+    steps.sent(key, "send", 1, 2)
     steps.arrived(event(DONE), 3)
     steps.arrived(event(RELEASED), 3)
     (found,) = steps.taken([event(DONE)], 4)
-    steps.answered(key, 2, 5)
+    steps.answered(key, "send", 2, 5)
     assert names(found) == ["send", "DONE"]
     assert len(steps) == 0
 
@@ -100,8 +100,8 @@ def test_an_engine_that_never_takes_an_event_keeps_the_steps_of_a_limited_number
     steps.wanted = True
     for room in range(STEP_HALVES_MAX + 10):
         for _ in range(ENGINE_STEPS_MAX):
-            steps.sent(HalfKey(Half.SOURCE, "prefill-0", room, 0), 1, 2)
-            steps.answered(HalfKey(Half.SOURCE, "prefill-0", room, 0), 2, 3)
+            steps.sent(HalfKey(Half.SOURCE, "prefill-0", room, 0), "send", 1, 2)
+            steps.answered(HalfKey(Half.SOURCE, "prefill-0", room, 0), "send", 2, 3)
     assert len(steps) == STEP_HALVES_MAX
     last = STEP_HALVES_MAX + 9
     steps.arrived(event(RELEASED, room=last), 4)

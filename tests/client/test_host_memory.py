@@ -25,6 +25,7 @@ from longshore_client import (
 from longshore_client.core import State
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
+    Ask,
     Cancel,
     Hello,
     Receive,
@@ -66,6 +67,17 @@ def test_pools_and_claims_go_to_the_worker_of_their_memory(lines):
     assert client.open_count == 2
     client.unregister_pool(0, TargetMemory.HOST)
     assert [len(line.of(UnregisterPool)) for line in (device, host)] == [0, 1]
+
+
+@pytest.mark.shows("argument.ask.memory")
+def test_an_ask_goes_to_the_worker_of_the_memory_that_is_claimed(lines):
+    device, host, client = lines
+    client.ask(1, ENDPOINT, memory=TargetMemory.HOST)
+    assert [[ask.room for ask in line.of(Ask)] for line in (device, host)] == [[], [1]]
+    with pytest.raises(RoomError, match="into another memory"):
+        client.receive(1, ENDPOINT, [1, 2], 4, 12, memory=TargetMemory.DEVICE)
+    client.receive(1, ENDPOINT, list(range(8)), 4, 12, memory=TargetMemory.HOST)
+    assert [[claim.room for claim in line.of(Receive)] for line in (device, host)] == [[], [1]]
 
 
 @pytest.mark.shows("argument.receive.memory")

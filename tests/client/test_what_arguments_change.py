@@ -71,6 +71,7 @@ def test_an_event_of_another_kind_is_not_waited_for():
 CALLS: dict[str, Callable[[Client, int], object]] = {
     "send": lambda client, _: client.send(1, [1], 0, 4, last=True, timeout_s=0.01),
     "receive": lambda client, _: client.receive(1, ENDPOINT, [1], 0, 4, timeout_s=0.01),
+    "ask": lambda client, _: client.ask(1, ENDPOINT, timeout_s=0.01),
     "cancel": lambda client, _: client.cancel(7, Half.SOURCE, timeout_s=0.01),
     "register_pool": lambda client, region: client.register_pool(1, GEOMETRY, [region], timeout_s=0.01),
     "unregister_pool": lambda client, _: client.unregister_pool(0, timeout_s=0.01),
@@ -80,6 +81,7 @@ CALLS: dict[str, Callable[[Client, int], object]] = {
 @pytest.mark.shows(
     "argument.send.timeout_s",
     "argument.receive.timeout_s",
+    "argument.ask.timeout_s",
     "argument.cancel.timeout_s",
     "argument.register_pool.timeout_s",
     "argument.unregister_pool.timeout_s",

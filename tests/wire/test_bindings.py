@@ -1,4 +1,4 @@
-"""Tests what ties both halves of a room to one request: the prompt's digest, and the room's capability."""
+"""Tests what ties both halves of a room to one request, the prompt's digest and the room's capability; and asks for a room."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from core_outputs import effects_of, messages_of
 
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import SECOND_NS, PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
+from longshore_wire.effects import SECOND_NS, PeerId, RoomEnded, RoomOffered, SessionConfig, StartScatter, StartWrite
 from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Abort, Claim, PairKey, RegionInfo, RoomKey, SlabReady
+from longshore_wire.peer_messages import Abort, Ask, Claim, PairKey, RegionInfo, RoomKey, SlabReady
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
@@ -44,6 +44,8 @@ class Scene:
     now_ns: int = 0
     ended: dict[str, RoomEnded] = field(default_factory=dict)
     write_count: int = 0
+    told: list[str] = field(default_factory=list)  # who was told that the room is offered
+    is_deaf: bool = False  # prefill loses what it is sent
 
     @classmethod
     def of(cls) -> Scene:
@@ -51,8 +53,12 @@ class Scene:
         source.describe(b"", None, {}, address="h:1")
         return cls(source)
 
-    def offer(self, binding: Binding = RIGHT) -> None:
-        self.source.offer(KEY.room, 0, 0, 60, last=True, now_ns=self.now_ns, binding=binding)
+    def offer(self, binding: Binding = RIGHT, tokens: tuple[int, int] = (0, 60)) -> None:
+        self.source.offer(KEY.room, 0, *tokens, last=tokens[1] == 60, now_ns=self.now_ns, binding=binding)
+        self.settle()
+
+    def ask(self, who: str, binding: Binding) -> None:
+        self.targets[who].ask(Wanted(KEY, ENDPOINT, 0, 1, 0, b"", binding=Binding(b"", binding.capability)), self.now_ns)
         self.settle()
 
     def claim(self, who: str, binding: Binding) -> None:
@@ -77,10 +83,13 @@ class Scene:
         for name, target in self.targets.items():
             for _, message in messages_of(target):
                 said = True
-                self.source.receive(PeerId(name, 0, 0), message, self.now_ns)
+                if not (self.is_deaf and isinstance(message, Ask)):
+                    self.source.receive(PeerId(name, 0, 0), message, self.now_ns)
             for effect in effects_of(target):
                 if isinstance(effect, StartScatter):
                     target.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns)
+                elif isinstance(effect, RoomOffered):
+                    self.told.append(name)
                 elif isinstance(effect, RoomEnded):
                     self.ended[name] = effect
         for effect in effects_of(self.source):
@@ -202,3 +211,102 @@ def test_messages_show_neither_prompt_nor_capability_nor_a_number_that_nobody_ca
         assert str(KEY.room) not in text
         assert repr(PROMPT)[2:-1] not in text
         assert CAPABILITY.decode() not in text
+
+
+def test_who_asks_opens_no_room_at_prefill_and_is_told_with_its_first_chunk_once() -> None:
+    scene = Scene.of()
+    scene.ask("owner", RIGHT)
+    scene.wait(20)
+    assert not scene.source.rooms and not scene.told
+    scene.offer(tokens=(0, 32))
+    assert scene.told == ["owner"]
+    scene.wait(20)
+    scene.claim("owner", RIGHT)
+    scene.offer(tokens=(32, 60))
+    scene.wait(8)
+    assert (scene.told, scene.reasons()) == (["owner"], {"owner": Reason.NONE, "prefill": Reason.NONE})
+
+
+def test_who_asks_for_an_offered_room_is_told_at_once_and_a_lost_ask_is_repeated() -> None:
+    scene = Scene.of()
+    scene.offer()
+    scene.is_deaf = True
+    scene.ask("owner", RIGHT)
+    assert not scene.told
+    scene.is_deaf = False
+    scene.wait(8)
+    assert scene.told == ["owner"]
+    scene.claim("owner", RIGHT)
+    scene.wait(1)
+    assert scene.reasons() == {"owner": Reason.NONE, "prefill": Reason.NONE}
+
+
+@pytest.mark.parametrize("order", ["offer, thief", "thief, offer"])
+def test_who_asks_without_the_capability_is_turned_away_and_ends_nobodys_room(order: str) -> None:
+    scene = Scene.of()
+    for step in order.split(", "):
+        if step == "offer":
+            scene.offer()
+        else:
+            scene.ask("thief", WRONG)
+    scene.wait(8)
+    assert scene.reasons() == {"thief": Reason.AUTHENTICATION} and not scene.told
+    scene.claim("owner", RIGHT)
+    scene.wait(8)
+    assert scene.reasons() == DONE
+
+
+def test_who_asks_and_leaves_ends_the_room_at_prefill_before_and_after_its_offer() -> None:
+    for is_offered in (True, False):
+        scene = Scene.of()
+        scene.ask("owner", RIGHT)
+        if is_offered:
+            scene.offer()
+        scene.targets["owner"].cancel(KEY, Reason.CANCELLED, "the client has left", scene.now_ns)
+        scene.settle()
+        if is_offered:
+            assert scene.reasons() == {"owner": Reason.CANCELLED, "prefill": Reason.CANCELLED}
+        else:
+            with pytest.raises(RoomError, match="the client has left"):
+                scene.offer()
+        with pytest.raises(RoomError, match="has failed already: the client has left"):
+            scene.claim("owner", RIGHT)
+
+
+def test_who_asks_for_a_room_that_has_ended_or_never_comes_hears_why() -> None:
+    scene = Scene.of()
+    scene.source.cancel(KEY, Reason.CANCELLED, "prefill gave it up", 0)
+    scene.ask("owner", RIGHT)
+    assert (scene.ended["owner"].reason, scene.ended["owner"].text) == (Reason.CANCELLED, "prefill gave it up")
+    scene = Scene.of()
+    scene.ask("owner", RIGHT)
+    scene.wait(700)
+    assert scene.ended["owner"].reason is Reason.TIMED_OUT
+    assert "the prefill engine has not offered it" in scene.ended["owner"].text
+
+
+def test_a_refused_claim_leaves_the_asked_room_as_it_is_and_a_second_ask_is_refused() -> None:
+    scene = Scene.of()
+    scene.ask("owner", RIGHT)
+    owner = scene.targets["owner"]
+    with pytest.raises(RoomError, match="not a range"):
+        owner.claim(Wanted(KEY, ENDPOINT, 60, 0, 0, b"", binding=RIGHT), 0)
+    assert owner.is_asked(KEY)
+    scene.offer()
+    assert scene.told == ["owner"]
+    scene.claim("owner", RIGHT)
+    with pytest.raises(RoomError, match="was claimed before"):
+        scene.ask("owner", RIGHT)
+    scene.wait(1)
+    assert scene.reasons() == {"owner": Reason.NONE, "prefill": Reason.NONE}
+
+
+def test_the_asks_that_prefill_notes_are_bounded() -> None:
+    config = SessionConfig("d", "P", 7, LAYOUT, ended_rooms_max=4)
+    scene = Scene(SourceSession(config, now_ns=0))
+    scene.source.describe(b"", None, {}, address="h:1")
+    for room in range(8):
+        key = RoomKey("P", room, 0)
+        scene.targets["owner"].ask(Wanted(key, ENDPOINT, 0, 1, 0, b""), 0)
+    scene.settle()
+    assert len(scene.source._asks) == 4

@@ -70,6 +70,8 @@ FROZEN_PEER_NUMBERS = {
     "EndAck": 12,
     "WireFound": 13,
     "Complete": 14,
+    "Ask": 15,
+    "Offered": 16,
 }
 FROZEN_ENGINE_NUMBERS = {
     "Hello": 64,
@@ -85,12 +87,13 @@ FROZEN_ENGINE_NUMBERS = {
     "RoomEvent": 74,
     "EndpointUpdate": 75,
     "EngineSteps": 76,
+    "Ask": 77,
 }
 
 
 # Digests of all fields of a protocol's messages, by its version. After a release, record a new one only for fields that
 # were added at the end with a default; any other change raises the version and adds a line. Before, any may change.
-RECORDED_FIELDS = {("peer", 1): "35c5467a3b264b56", ("engine", 1): "46c5c0d3442306b5"}
+RECORDED_FIELDS = {("peer", 1): "60b9bd61dfc72c77", ("engine", 1): "6d961d89e55b89c9"}
 PROTOCOLS = {
     "peer": (peer_messages.PROTOCOL_VERSION, peer_messages.PeerMessage),
     "engine": (engine_messages.ENGINE_PROTOCOL_VERSION, engine_messages.ToAgent | engine_messages.ToEngine),

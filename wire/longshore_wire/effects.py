@@ -244,6 +244,12 @@ class RoomReleased(msgspec.Struct, frozen=True):
     key: RoomKey
 
 
+class RoomOffered(msgspec.Struct, frozen=True):
+    """Prefill has offered the first tokens of a room for which our engine has asked: notify the engine."""
+
+    key: RoomKey
+
+
 class Send(msgspec.Struct, frozen=True):
     """Send a message to a peer now, or drop it: the core repeats messages itself."""
 
@@ -269,5 +275,6 @@ Effect = (
     | StartScatter
     | RoomEnded
     | RoomReleased
+    | RoomOffered
     | Stale
 )

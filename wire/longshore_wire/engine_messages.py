@@ -40,6 +40,7 @@ class RoomEventKind(IntEnum):
     DONE = 1  # source: all claimed tokens have arrived; target: all claimed tokens are in the pages
     FAILED = 2  # see the reason; the pages stay leased until RELEASED
     RELEASED = 3  # no writer or reader of ours accesses the room's pages any more
+    OFFERED = 4  # target: prefill has offered the first tokens of a room for which the engine has asked
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -258,7 +259,17 @@ class EngineSteps(msgspec.Struct, frozen=True, array_like=True, tag=76):
     steps: Annotated[tuple[EngineStep, ...], msgspec.Meta(max_length=ENGINE_STEPS_MAX)]
 
 
-ToAgent = Hello | RegisterPool | UnregisterPool | Offer | Receive | Cancel | Renew | EngineSteps
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=77):
+    """Decode engine to agent: send OFFERED when prefill has offered the first tokens of a room. A Receive may follow."""
+
+    request: int
+    room: int
+    pool: int
+    endpoint: Endpoint
+    binding: Binding = UNBOUND
+
+
+ToAgent = Hello | RegisterPool | UnregisterPool | Offer | Receive | Cancel | Renew | EngineSteps | Ask
 ToEngine = Welcome | Refused | Accepted | RoomEvent | EndpointUpdate
 
 # A datagram of this size passes through a UNIX socket with default buffers.

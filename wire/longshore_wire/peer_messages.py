@@ -249,8 +249,38 @@ class Complete(msgspec.Struct, frozen=True, array_like=True, tag=14):
     pair: PairKey
 
 
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The target will claim a room, and has no pages for it yet. Repeated until an Offered or an Abort answers it.
+
+    It opens no room at the source.
+    """
+
+    pair: PairKey
+    binding: Binding = UNBOUND
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """The answer to an Ask: the source's engine has offered the first tokens of the room."""
+
+    pair: PairKey
+
+
 PeerMessage = (
-    Attach | Refuse | Ping | Pong | Claim | Demand | Grant | SlabReady | SlabAck | Abort | EndAck | WireFound | Complete
+    Attach
+    | Refuse
+    | Ping
+    | Pong
+    | Claim
+    | Demand
+    | Grant
+    | SlabReady
+    | SlabAck
+    | Abort
+    | EndAck
+    | WireFound
+    | Complete
+    | Ask
+    | Offered
 )
 
 # A peer's Attach carries transport metadata of up to 1 MiB. All other messages are much smaller.

@@ -290,6 +290,8 @@ class TargetRoom(Room):
     digest: bool = False
     pairs: dict[PeerId, TargetPair] = field(default_factory=dict)
     ring_bytes: int = 0  # granted and not freed
+    is_asked: bool = False  # the engine has no pages for it yet, and waits until prefill has offered it
+    is_offered: bool = False  # of an asked room
     state: TargetRoomState = TargetRoomState.OPEN
 
     def step(self, event: TargetRoomEvent) -> None:
@@ -311,6 +313,8 @@ class TargetRoom(Room):
     @property
     def missing(self) -> str:
         """Describe the message that the room waits for."""
+        if self.is_asked:
+            return "the decode engine has not claimed it" if self.is_offered else "the prefill engine has not offered it"
         waiting = [pair for pair in self.pairs.values() if pair.state is not TargetPairState.COMPLETE]
         unanswered = sorted(pair.peer.rank for pair in waiting if pair.grid is None)
         if unanswered:

@@ -18,12 +18,14 @@ from longshore_wire.links import Link, Links, PeerState
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     Abort,
+    Ask,
     Attach,
     Claim,
     Complete,
     Demand,
     EndAck,
     Grant,
+    Offered,
     PairKey,
     PeerMessage,
     Ping,
@@ -48,7 +50,7 @@ from longshore_wire.timers import Deadlines
 from longshore_wire.ways import IN_PLACE, Way, staging_between
 
 # What targets send about a pair.
-_OF_PAIRS = (Claim, Grant, SlabAck, Abort, EndAck, Complete)
+_OF_PAIRS = (Claim, Grant, SlabAck, Abort, EndAck, Complete, Ask)
 # Targets whose used claims are kept: more than the decode ranks of any prefill rank.
 TARGETS_MAX = 4096
 
@@ -83,6 +85,7 @@ class SourceSession:
         self._repeat_later = self.table.repeat_later
         # They are no open rooms: a request that decode refuses must not use a place of another one.
         self._completed: OrderedDict[RoomKey, dict[PeerId, Completed]] = OrderedDict()
+        self._asks: OrderedDict[RoomKey, dict[PeerId, Ask]] = OrderedDict()
         self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
         # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
@@ -136,6 +139,7 @@ class SourceSession:
         if is_first:
             open_room.binding = binding
             self._drop_strangers(open_room)
+            self._answer_asks(open_room)
         self._add_completed(open_room)
         for pair in list(open_room.pairs.values()):
             self._check_pair(open_room, pair, now_ns)
@@ -154,6 +158,7 @@ class SourceSession:
             self._fail(room, reason, text, now_ns)
         elif key not in self.ended and key.instance == self.config.instance:
             self._completed.pop(key, None)
+            self._asks.pop(key, None)
             self._remember(key, reason, text, now_ns)
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
@@ -295,6 +300,8 @@ class SourceSession:
             self._on_ack(peer, message, now_ns)
         elif isinstance(message, Complete):
             self._on_complete(link, message, now_ns)
+        elif isinstance(message, Ask):
+            self._on_ask(link, message)
         else:
             self._on_end_ack(peer, message)
 
@@ -382,6 +389,34 @@ class SourceSession:
         return theirs == (*peer, link.epoch) and pair.source_rank == self.identity.rank
 
     # -- messages --------------------------------------------------------------------------------------------------
+
+    def _on_ask(self, link: Link, ask: Ask) -> None:
+        """Answer a target that waits for the first tokens of a room, or note it until they are offered."""
+        key = ask.pair.key
+        room, ended = self.rooms.get(key), self.ended.get(key)
+        if key.instance != self.config.instance:
+            text = f"room {room_name(key.room)} is not open at {self.config.instance}"
+            self._send(link.peer, Abort(ask.pair, Reason.UNKNOWN_INSTANCE, text))
+        elif room is None and ended is not None:
+            self._send(link.peer, Abort(ask.pair, ended.reason or Reason.ROOM_REUSED, ended.text))
+        elif room is not None and room.failed:
+            self._send(link.peer, Abort(ask.pair, room.reason, room.text))
+        elif room is None or room.first_token < 0:
+            self._asks.setdefault(key, {})[link.peer] = ask
+            self._asks.move_to_end(key)
+            # A target repeats its ask, so that one that is dropped here is noted again.
+            while len(self._asks) > self.config.ended_rooms_max:
+                self._asks.popitem(last=False)
+        elif ask.binding.capability != room.binding.capability:
+            self._turn_away(key, link, ask.pair)
+        else:
+            self._send(link.peer, Offered(ask.pair))
+
+    def _answer_asks(self, room: SourceRoom) -> None:
+        for peer, ask in self._asks.pop(room.key, {}).items():
+            link = self.peers.get(peer)
+            if link is not None and link.attach is not None and link.epoch == ask.pair.target_epoch:
+                self._on_ask(link, ask)
 
     def _on_claim(self, link: Link, claim: Claim, now_ns: int) -> None:
         key, peer = claim.pair.key, link.peer
@@ -649,6 +684,7 @@ class SourceSession:
                 self._fail(room, reason, abort.text, now_ns)
         elif room is None and key not in self.ended and key.instance == self.config.instance:
             self._completed.pop(key, None)
+            self._asks.pop(key, None)
             self._remember(key, reason, abort.text, now_ns)
 
     # -- rooms -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import msgspec
 
 from longshore_wire.addresses import main_address
 from longshore_wire.claims import Wanted, demanded_grid, target_pairs
-from longshore_wire.effects import DrainWriter, HangUp, PeerId, RoomReleased, SessionConfig, StartScatter
+from longshore_wire.effects import DrainWriter, HangUp, PeerId, RoomOffered, RoomReleased, SessionConfig, StartScatter
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
@@ -24,11 +24,13 @@ from longshore_wire.links import Link, Links, Outcome, PeerState, Writer
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     Abort,
+    Ask,
     Attach,
     Claim,
     Complete,
     Demand,
     EndAck,
+    Offered,
     PairKey,
     PeerMessage,
     Pong,
@@ -54,7 +56,7 @@ from longshore_wire.ways import Way, chosen_way, is_near, staging_between
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
 # What sources send about a pair.
-_OF_PAIRS = (Demand, SlabReady, Abort, EndAck)
+_OF_PAIRS = (Demand, SlabReady, Abort, EndAck, Offered)
 # Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
 _RESTART_NS = 60_000_000_000
 
@@ -98,21 +100,44 @@ class TargetSession:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
+    def ask(self, wanted: Wanted, now_ns: int) -> None:
+        """Open a room without pages. RoomOffered follows when prefill has offered it; then `claim` it. It may fail before.
+
+        One source is asked, since its engine offers a prompt at all of its ranks together.
+
+        Raises:
+            RoomError, LayoutError: as `claim`.
+        """
+        room, pairs = self._new_room(wanted, now_ns)
+        room.is_asked = True
+        pair = next(pair for pair in pairs if pair.route is not None)
+        pair.way, pair.open = Way.STAGED, None
+        self._open(room, [pair], wanted.endpoint, now_ns)
+
     def claim(self, wanted: Wanted, now_ns: int) -> None:
-        """Open a room. RoomEnded and RoomReleased follow.
+        """Open a room. RoomEnded and RoomReleased follow. An asked room is claimed once.
 
         Raises:
             RoomError: the room is known already, there are too many (BUSY), or the tokens are no range.
             LayoutError: the two instances cannot exchange pages.
             RingError: the ring could never hold two slabs for each source rank.
         """
+        asked = self.rooms.get(wanted.key)
+        room, pairs = self._new_room(wanted, now_ns)
+        if asked is not None:
+            self._forget(asked)
+        self._open(room, pairs, wanted.endpoint, now_ns)
+        self._finish(room, now_ns)
+
+    def _new_room(self, wanted: Wanted, now_ns: int) -> tuple[TargetRoom, list[TargetPair]]:
+        """Return a room and its pairs. Raises RoomError, LayoutError, RingError: see `claim`."""
         key = wanted.key
-        ended = self.ended.get(key)
-        if ended is not None and ended.reason is not Reason.NONE and key not in self.rooms:
+        ended, asked = self.ended.get(key), self.rooms.get(key)
+        if ended is not None and ended.reason is not Reason.NONE and (asked is None or asked.is_asked):
             raise RoomError(f"room {room_name(key.room)} has failed already: {ended.text}", reason=ended.reason)
-        if key in self.rooms or key in self.ended:
+        if ended is not None or (asked is not None and not (asked.is_asked and asked.unfinished)):
             raise RoomError(f"room {room_name(key.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
-        if len(self.rooms) >= self.config.rooms_max:
+        if asked is None and len(self.rooms) >= self.config.rooms_max:
             raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
         if not 0 <= wanted.first_token <= wanted.end_token:
             raise RoomError(
@@ -135,16 +160,30 @@ class TargetSession:
             opened_ns=now_ns,
             binding=wanted.binding,
         )
-        self.rooms[key] = room
+        return room, pairs
+
+    def _open(self, room: TargetRoom, pairs: list[TargetPair], endpoint: Endpoint, now_ns: int) -> None:
+        self.rooms[room.key] = room
         self._progress(room, now_ns)
         for pair in pairs:
             room.pairs[pair.peer] = pair
             self.in_place_count += pair.expects_bytes
-            self._dial(pair.peer, endpoint, key, now_ns)
+            self._dial(pair.peer, endpoint, room.key, now_ns)
         for pair in pairs:
             if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
                 self._send_claim(room, pair, now_ns)
-        self._finish(room, now_ns)
+
+    def _forget(self, asked: TargetRoom) -> None:
+        """Drop an asked room, which its engine claims now."""
+        self.table.drop(asked)
+        for peer in asked.pairs:
+            self.peers[peer].rooms.pop(asked.key, None)
+            self._deadlines.repeats.clear((asked.key, peer))
+
+    def is_asked(self, key: RoomKey) -> bool:
+        """Whether a room is open without pages."""
+        room = self.rooms.get(key)
+        return room is not None and room.is_asked
 
     def _check_new(self, pairs: list[TargetPair]) -> None:
         """Raise RoomError if too many sources would be dialled at once."""
@@ -271,6 +310,8 @@ class TargetSession:
                 self._on_ready(peer, message, now_ns)
             elif isinstance(message, Abort):
                 self._on_abort(peer, message, now_ns)
+            elif isinstance(message, Offered):
+                self._on_offered(link, message, now_ns)
             else:
                 link.outcomes.pop(message.pair.key, None)
                 self._on_end_ack(link, message, now_ns)
@@ -297,6 +338,16 @@ class TargetSession:
     def _speaks_for(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to the current life of that source."""
         return pair.source_epoch == link.epoch and self._is_between(link, pair)
+
+    def _on_offered(self, link: Link, message: Offered, now_ns: int) -> None:
+        room = self.rooms.get(message.pair.key)
+        if room is None or not room.is_asked or room.is_offered or room.failed or link.peer not in room.pairs:
+            self._stale(message)
+            return
+        room.is_offered = True
+        self._deadlines.repeats.clear((room.key, link.peer))
+        self._progress(room, now_ns)
+        self._effect(RoomOffered(room.key))
 
     def _on_demand(self, peer: PeerId, demand: Demand, now_ns: int) -> None:
         room, pair = self._find(peer, demand.pair)
@@ -705,6 +756,11 @@ class TargetSession:
                 "ended, and its rooms with it; give the endpoint of the engine that computed the prompt"
             )
             self.cancel(room.key, Reason.STALE_EPOCH, text, now_ns)
+            return
+        if room.is_asked:
+            if not room.is_offered:
+                self._send(pair.peer, Ask(self._pair_key(room.key, pair.peer, link.epoch), room.binding))
+                self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
             return
         fault = self.links.wire_fault_of(pair, now_ns) if first_time else ""
         if fault:

@@ -13,6 +13,7 @@ from longshore_agent.status.spans import Kind, SpanRecorder
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.engine_messages import (
     Accepted,
+    Ask,
     Cancel,
     EngineSteps,
     Half,
@@ -124,7 +125,7 @@ class StepLog:
     def _room(self, message: ToAgent) -> RoomKey | None:
         if isinstance(message, Offer):
             return RoomKey(self._instance, message.room, message.pool)
-        if isinstance(message, Receive):
+        if isinstance(message, Receive | Ask):
             return RoomKey(message.endpoint.instance, message.room, message.pool)
         if isinstance(message, Cancel):
             instance = message.instance if message.half is Half.TARGET else self._instance

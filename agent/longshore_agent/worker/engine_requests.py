@@ -23,11 +23,13 @@ from longshore_agent.memory.pools import KVPool, RegionHandle, close_handles
 from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.transports.base import Transport
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import RoomEnded, RoomReleased
+from longshore_wire.effects import RoomEnded, RoomOffered, RoomReleased
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
     Accepted,
+    Ask,
     Cancel,
+    Endpoint,
     Half,
     Offer,
     Receive,
@@ -131,6 +133,8 @@ class EngineRequests:
             self._offer(message, now_ns)
         elif isinstance(message, Receive):
             return self._receive(message, now_ns)
+        elif isinstance(message, Ask):
+            self._ask(message, now_ns)
         elif isinstance(message, Cancel):
             self._cancel(message, now_ns)
         else:
@@ -325,25 +329,30 @@ class EngineRequests:
             )
         return PageTable(old.first_page, np.concatenate([old.pages[:kept], pages]) if len(pages) else old.pages)
 
+    def _ask(self, message: Ask, now_ns: int) -> None:
+        target = self._target()
+        self._pool(message.pool)
+        self._check_endpoint(message.endpoint)
+        key = RoomKey(message.endpoint.instance, message.room, message.pool)
+        self._check_new(key)
+        # The core has no pages to look up before the engine claims some.
+        target.ask(Wanted(key, message.endpoint, 0, 1, 0, b"", binding=message.binding), now_ns)
+        self.tables[Half.TARGET, key] = PageTable(0, _page_ids(b""))
+
     def _receive(self, message: Receive, now_ns: int) -> ToEngine | None:
-        if self.target is None:
-            raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
+        target = self._target()
         pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
             return None
-        message.endpoint.check()
-        if self.keys is not None:
-            self.keys.check_sealed(message.endpoint)
+        self._check_endpoint(message.endpoint)
         pages = _page_ids(data)
         self._check_count(message.first_token, message.end_token, len(pages))
         pool.kv_pool.check_pages(pages, unique=True)
         key = RoomKey(message.endpoint.instance, message.room, message.pool)
-        if (Half.TARGET, key) in self.tables:
-            raise RoomError(
-                f"room {room_name(message.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED
-            )
-        self._check_open()
+        asked = self.tables.get((Half.TARGET, key))
+        if asked is None or not target.is_asked(key):
+            self._check_new(key)
         self._check_unclaimed(pool, message.pool, pages)
         table = PageTable(message.first_token // self.layout.page_size, pages)
         self.tables[Half.TARGET, key] = table
@@ -360,13 +369,31 @@ class EngineRequests:
             binding=message.binding,
         )
         try:
-            self.target.claim(wanted, now_ns)
+            target.claim(wanted, now_ns)
         except LongshoreError:
-            del self.tables[Half.TARGET, key]
+            if asked is None:
+                del self.tables[Half.TARGET, key]
+            else:
+                self.tables[Half.TARGET, key] = asked
             raise
         pool.claimed.put(pages, True)
         self._unprepared.append((key, pool.kv_pool, table, Half.TARGET, frozenset()))
         return Accepted(message.request)
+
+    def _target(self) -> TargetSession:
+        if self.target is None:
+            raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
+        return self.target
+
+    def _check_endpoint(self, endpoint: Endpoint) -> None:
+        endpoint.check()
+        if self.keys is not None:
+            self.keys.check_sealed(endpoint)
+
+    def _check_new(self, key: RoomKey) -> None:
+        if (Half.TARGET, key) in self.tables:
+            raise RoomError(f"room {room_name(key.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
+        self._check_open()
 
     def release(self, half: Half, key: RoomKey) -> bool:
         """Forget the pages of a released room; return whether its engine had opened it."""
@@ -460,6 +487,12 @@ def ended_event(effect: RoomEnded) -> RoomEvent:
     return RoomEvent(
         effect.half, key.instance, key.room, key.pool, kind, effect.reason, effect.text, effect.bytes_moved
     )
+
+
+def offered_event(effect: RoomOffered) -> RoomEvent:
+    """Return the engine's event for a room for which it has asked and that prefill has offered."""
+    key = effect.key
+    return RoomEvent(Half.TARGET, key.instance, key.room, key.pool, RoomEventKind.OFFERED)
 
 
 def released_event(effect: RoomReleased) -> RoomEvent:

@@ -37,7 +37,7 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.status.steps import StepLog
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.engine_requests import EngineRequests, ended_event, released_event
+from longshore_agent.worker.engine_requests import EngineRequests, ended_event, offered_event, released_event
 from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
@@ -53,6 +53,7 @@ from longshore_wire.effects import (
     PeerGone,
     ProbeLiveness,
     RoomEnded,
+    RoomOffered,
     RoomReleased,
     Send,
     StartScatter,
@@ -265,6 +266,9 @@ class Worker:
             if opened:
                 self._steps.begin()
                 self._tell(released_event(effect))
+        elif isinstance(effect, RoomOffered):
+            self._steps.begin()
+            self._tell(offered_event(effect))
         elif isinstance(effect, PeerAttached):
             try:
                 self.mover.connect(half, effect)
