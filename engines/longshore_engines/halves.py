@@ -44,6 +44,7 @@ class OpenHalf:
         cancelled: it was cancelled, so no further chunk is offered.
         refused: a call has failed for good, so that no other is made.
         accepted: the agent has taken a call, so that an event tells its end.
+        is_asked: it waits for prefill's offer, and has no pages.
         touched_s: time of the engine's last call for it, by `time.monotonic`.
     """
 
@@ -57,6 +58,7 @@ class OpenHalf:
     cancelled: bool = False
     refused: bool = False
     accepted: bool = False
+    is_asked: bool = False
     bytes_moved: int = 0
 
     @property
@@ -72,6 +74,7 @@ class _Table:
     Attributes:
         unclear: those of which a call has failed, so that the agent may or may not have them.
         ended: those that have ended since the last `take`.
+        offered: those whose rooms prefill has offered since the last `take_offered`.
         is_closed: the connection is closed.
     """
 
@@ -79,6 +82,7 @@ class _Table:
     halves: dict[Key, OpenHalf] = field(default_factory=dict)
     unclear: set[OpenHalf] = field(default_factory=set)
     ended: list[OpenHalf] = field(default_factory=list)
+    offered: list[OpenHalf] = field(default_factory=list)
     is_closed: bool = False
 
 
@@ -167,6 +171,23 @@ class Halves:
         self._put(found, send, fence)
         return found
 
+    def ask(self, room: int, endpoint: Endpoint, binding: Binding = UNBOUND) -> OpenHalf:
+        """Ask prefill to say when it has offered a room; return our half, which `claim` takes on.
+
+        Raises:
+            ArgumentError: this rank has asked for the room, or claimed it, already.
+        """
+        found = self._opened((Half.TARGET, endpoint.instance, room))
+        found.is_asked = True
+
+        def ask(timeout_s: float) -> None:
+            self._client.ask(
+                room, endpoint, memory=TargetMemory.DEVICE, capability=binding.capability, timeout_s=timeout_s
+            )
+
+        self._put(found, ask, None)
+        return found
+
     def claim(
         self,
         room: int,
@@ -184,7 +205,7 @@ class Halves:
         Raises:
             ArgumentError: this rank has claimed the room already.
         """
-        found = self._opened((Half.TARGET, endpoint.instance, room))
+        found = self._opened((Half.TARGET, endpoint.instance, room), takes_asked=True)
 
         def receive(timeout_s: float) -> None:
             where = (room, endpoint, pages, first_token, end_token)
@@ -233,6 +254,12 @@ class Halves:
             ended, self._table.ended = self._table.ended, []
         return ended
 
+    def take_offered(self) -> list[OpenHalf]:
+        """Return the halves that `ask` has opened and whose rooms prefill has offered since the last call."""
+        with self._table.lock:
+            offered, self._table.offered = self._table.offered, []
+        return offered
+
     def listen(self) -> None:
         """Take events in a thread, until the connection is closed."""
         self._events = threading.Thread(target=self._take_all, name="longshore-events", daemon=True)
@@ -245,9 +272,13 @@ class Halves:
         if self._events is not None:
             self._events.join()
 
-    def _opened(self, key: Key) -> OpenHalf:
+    def _opened(self, key: Key, *, takes_asked: bool = False) -> OpenHalf:
         with self._table.lock:
-            if key in self._table.halves:
+            found = self._table.halves.get(key)
+            if found is not None and found.is_asked and takes_asked:
+                found.is_asked, found.touched_s = False, time.monotonic()
+                return found
+            if found is not None:
                 raise ArgumentError(f"room {room_name(key[2])} of {key[1]} is open at this rank already")
             found = self._table.halves[key] = OpenHalf(*key, touched_s=time.monotonic())
         return found
@@ -331,6 +362,8 @@ class Halves:
             match event.kind:
                 case RoomEventKind.DONE:
                     half.done, half.bytes_moved = True, event.bytes_moved
+                case RoomEventKind.OFFERED:
+                    self._table.offered.append(half)
                 case RoomEventKind.FAILED:
                     half.failure = half.failure or f"{event.reason.name}: {event.text}"
         if event.kind is RoomEventKind.RELEASED:

@@ -172,6 +172,11 @@ def room_of(parameters: Mapping[str, Any]) -> int | None:
     return room
 
 
+def is_promised(parameters: Mapping[str, Any]) -> bool:
+    """Whether the router has named the room, so that prefill may not have computed the prompt yet."""
+    return parameters.get(ROOM) is not None
+
+
 def promised_handover(parameters: Mapping[str, Any], prompt_tokens: int) -> Handover:
     """Return the handover of a prompt of `prompt_tokens`, which prefill may not have computed yet.
 
@@ -213,6 +218,15 @@ class TakeBack(NamedTuple):
     request_id: str
 
 
+class Ask(NamedTuple):
+    """To a decode rank: report when prefill has offered the first tokens of this room. A Claim or a Withdraw follows."""
+
+    request_id: str
+    room: int
+    endpoint: Endpoint
+    binding: Binding = UNBOUND
+
+
 class Claim(NamedTuple):
     """To a decode rank: claim tokens [first_token, end_token) into these pages. If both are equal, claim nothing."""
 
@@ -238,4 +252,4 @@ class Fail(NamedTuple):
     text: str
 
 
-Order = Offer | ReportSent | TakeBack | Claim | Withdraw | Fail
+Order = Offer | ReportSent | TakeBack | Ask | Claim | Withdraw | Fail

@@ -7,6 +7,7 @@ no pages; `rooms.RankRooms` in every rank carries out its orders.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from longshore_engines.handover import (
     ROOM,
     WANTS_DECODE,
     WANTS_PREFILL,
+    Ask,
     Claim,
     Fail,
     Handover,
@@ -28,6 +30,7 @@ from longshore_engines.handover import (
     ReportSent,
     TakeBack,
     Withdraw,
+    is_promised,
     parameters_for_decode,
     promised_handover,
     room_of,
@@ -63,11 +66,17 @@ class RequestBook:
         page_size: tokens of a page.
         roles: SOURCE if this engine may offer KV, TARGET if it may claim KV; until the ranks have reported theirs.
         draw: returns this many random bytes. Numbers of rooms must be unique in an instance, and nobody may guess them.
+        recompute_after_s: a prompt that prefill has not begun to offer after this time is computed here.
     """
 
     def __init__(
-        self, page_size: int, roles: Collection[Half], draw: Callable[[int], bytes] = secrets.token_bytes
+        self,
+        page_size: int,
+        roles: Collection[Half],
+        draw: Callable[[int], bytes] = secrets.token_bytes,
+        recompute_after_s: float = math.inf,
     ) -> None:
+        self._recompute_after_s = recompute_after_s
         self._page_size = page_size
         self._roles = frozenset(roles)
         self._draw = draw
@@ -77,6 +86,9 @@ class RequestBook:
         self._away_since_s: float | None = None
         self._orders: list[Order] = []
         self._loading: set[str] = set()
+        # The requests whose rooms are asked for, since when; and those of them whose ask is answered.
+        self._asked_s: dict[str, float] = {}
+        self._answered: set[str] = set()
         self._prompts: dict[str, _Prompt] = {}
         # Rooms of other requests that failed ones of ours have named. vLLM reports each failed request once more, without its
         # prompt, so that prefill may free its pages.
@@ -102,9 +114,20 @@ class RequestBook:
             self._away_since_s = now_s
 
     def matched(
-        self, parameters: Mapping[str, Any] | None, prompt_tokens: int, computed_tokens: int, now_s: float
+        self,
+        request_id: str,
+        parameters: dict[str, Any] | None,
+        prompt_tokens: int,
+        computed_tokens: int,
+        now_s: float,
     ) -> int | None:
-        """Return the number of tokens after `computed_tokens` to claim; None: ask again in the next step."""
+        """Return the number of tokens after `computed_tokens` to claim; None: ask again in the next step.
+
+        A prompt that prefill may not have computed gets no pages before prefill has offered its first tokens. Otherwise prompts
+        of a full cache here and those of a full cache at prefill would wait for each other.
+        """
+        if request_id in self._asked_s and request_id not in self._answered:
+            return self._waited(request_id, parameters or {}, prompt_tokens, now_s)
         if not parameters:
             return 0
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
@@ -119,8 +142,29 @@ class RequestBook:
             tokens = min(found.tokens, prompt_tokens)
         except ArgumentError:
             # Let the load fail, so that the engine's policy for that applies.
-            tokens = prompt_tokens
-        return max(0, tokens - computed_tokens)
+            return max(0, prompt_tokens - computed_tokens)
+        if tokens <= computed_tokens:
+            return 0
+        if is_promised(parameters) and request_id not in self._asked_s:
+            self._asked_s[request_id] = now_s
+            self._orders.append(Ask(request_id, found.room, found.endpoint, found.binding))
+            return None
+        return tokens - computed_tokens
+
+    def _waited(self, request_id: str, parameters: dict[str, Any], prompt_tokens: int, now_s: float) -> int | None:
+        """Return what `matched` does while an ask has no answer."""
+        waited_s = now_s - self._asked_s[request_id]
+        if waited_s < self._recompute_after_s:
+            return None
+        _log.warning("request %s is computed here: prefill has not begun it within %.1f s", request_id, waited_s)
+        del self._asked_s[request_id]
+        parameters[WANTS_PREFILL] = False
+        self._decline(request_id, parameters, prompt_tokens)
+        return 0
+
+    def answered(self, request_ids: Collection[str]) -> None:
+        """Record that prefill has offered rooms that were asked for, or that these have failed, as their claims will."""
+        self._answered.update(request_id for request_id in request_ids if request_id in self._asked_s)
 
     def allocated(
         self,
@@ -139,6 +183,7 @@ class RequestBook:
         if not parameters.get(WANTS_PREFILL):
             return
         parameters[WANTS_PREFILL] = False
+        self._forget_ask(request_id)
         try:
             found = promised_handover(parameters, prompt.length)
             self._check(found)
@@ -217,6 +262,7 @@ class RequestBook:
         """
         if request_id in self._loading:
             self._orders.append(Withdraw(request_id))
+        self._forget_ask(request_id)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             return self._hand_out(request_id, prompt, complete=complete)
@@ -225,6 +271,10 @@ class RequestBook:
             parameters[WANTS_PREFILL] = False
             self._decline(request_id, parameters, prompt_tokens)
         return False, None
+
+    def _forget_ask(self, request_id: str) -> None:
+        self._asked_s.pop(request_id, None)
+        self._answered.discard(request_id)
 
     def received(self, request_ids: Collection[str]) -> None:
         """Record that every rank has reported the end of these requests' claims."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from longshore_client.client import Client
 from longshore_engines.halves import Halves, Key, OpenHalf
-from longshore_engines.handover import Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
+from longshore_engines.handover import Ask, Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
 from longshore_wire.engine_messages import Half
 from longshore_wire.names import room_name
 
@@ -41,6 +41,7 @@ class Ended:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)  # those of `received` whose pages lack the claimed tokens
+    answered: set[str] = field(default_factory=set)  # those that have asked, and can claim now or learn why not
     transfers: list[Transfer] = field(default_factory=list)
 
 
@@ -49,13 +50,13 @@ class _Request:
     """A request's half of a room, from its order until no process uses its pages.
 
     Attributes:
-        order: the claim, or the last offer so far.
+        order: the ask, the claim, or the last offer so far.
         since_s: time of that order.
         reported: of a prefill half: the engine keeps its pages until it hears that the half has ended.
         unwanted: cancelled because the engine no longer needs it, which is no failure.
     """
 
-    order: Offer | Claim
+    order: Offer | Ask | Claim
     half: OpenHalf
     since_s: float
     reported: bool = False
@@ -68,9 +69,13 @@ class RankRooms:
     Args:
         client: connected, with its pool registered.
         limit_s: a room that is not done after this time is cancelled. Its pages return when no process uses them.
+        asks: this rank asks for rooms, on behalf of all ranks of its engine.
     """
 
-    def __init__(self, client: Client, limit_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: Client, limit_s: float, clock_s: Callable[[], float] = time.monotonic, *, asks: bool = True
+    ) -> None:
+        self._asks = asks
         self._client = client
         self._limit_s = limit_s
         self._clock_s = clock_s
@@ -95,6 +100,8 @@ class RankRooms:
             match order:
                 case Offer() | Claim():
                     self._begin(order, fence)
+                case Ask():
+                    self._ask(order)
                 case Withdraw():
                     self._give_up(order.request_id)
                 case ReportSent():
@@ -143,11 +150,26 @@ class RankRooms:
         now_s = self._clock_s()
         for half in self._halves.take(pause_s if self._open else 0.0):
             self._end(half, now_s)
+        for half in self._halves.take_offered():
+            if (request := self._open.get(half.key)) is not None:
+                self._ended.answered.add(request.order.request_id)
         for request in self._open.values():
             if now_s - request.since_s < self._limit_s:
                 break
             if not request.half.done:
                 self._halves.cancel(request.half, f"it was not done within {self._limit_s:g} s")
+
+    def _ask(self, order: Ask) -> None:
+        key = (Half.TARGET, order.endpoint.instance, order.room)
+        if not self._asks:
+            return
+        if key in self._open:
+            # Its claim will fail, since a router has used one room for two prompts.
+            self._ended.answered.add(order.request_id)
+            return
+        half = self._halves.ask(order.room, order.endpoint, order.binding)
+        self._open[key] = _Request(order, half, self._clock_s())
+        self._by_request[order.request_id] = key
 
     def _begin(self, order: Offer | Claim, fence: Callable[[], None] | None) -> None:
         if isinstance(order, Offer):
@@ -159,12 +181,14 @@ class RankRooms:
         if is_next and (known is None or known.half.cancelled):
             # It has ended, such as by decode's cancellation, while the engine computes the rest.
             return
-        if known is not None and (known.order.request_id != order.request_id or not is_next):
+        is_asked = known is not None and isinstance(known.order, Ask) and isinstance(order, Claim)
+        if known is not None and (known.order.request_id != order.request_id or not (is_next or is_asked)):
             # A router has used one room for two prompts. The second request cannot have it.
             self._fail_twin(order)
             return
         if isinstance(order, Claim):
             where = (order.room, order.endpoint, order.pages, order.first_token, order.end_token)
+            self._open.pop(key, None)
             self._open[key] = _Request(order, self._halves.claim(*where, fence, order.binding), now_s)
         else:
             chunk = (order.room, order.pages, order.first_token, order.end_token)
@@ -176,6 +200,8 @@ class RankRooms:
             self._open[key] = request
         if order.pages:
             self._by_request[order.request_id] = key
+        elif is_asked:
+            del self._by_request[order.request_id]
 
     def _fail_twin(self, order: Offer | Claim) -> None:
         if not order.pages:
@@ -205,8 +231,9 @@ class RankRooms:
         request = self._open.pop(half.key)
         order, failure = request.order, "" if half.done else half.failure
         # An empty claim only tells prefill not to wait. vLLM requests one even for rooms that were claimed.
-        unwanted = request.unwanted or not order.pages
-        if order.pages and not (failure and unwanted):
+        has_pages = not isinstance(order, Ask) and bool(order.pages)
+        unwanted = request.unwanted or not (has_pages or isinstance(order, Ask))
+        if has_pages and not (failure and unwanted):
             self._ended.transfers.append(Transfer(half.half, now_s - request.since_s, half.bytes_moved, failure))
         if failure:
             _log.log(
@@ -217,11 +244,14 @@ class RankRooms:
                 half.instance,
                 failure,
             )
-        if order.pages:
+        if has_pages or isinstance(order, Ask):
             self._by_request.pop(order.request_id, None)
+        if isinstance(order, Ask):
+            # Its claim will fail with the same reason.
+            self._ended.answered.add(order.request_id)
         if request.reported:
             self._ended.sent.add(order.request_id)
-        if isinstance(order, Claim) and order.pages:
+        if isinstance(order, Claim) and has_pages:
             self._ended.received.add(order.request_id)
             if failure:
                 self._ended.failed.add(order.request_id)

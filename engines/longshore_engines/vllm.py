@@ -67,14 +67,21 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not insta
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
-    """From a worker to the scheduler, in every step: the endpoint if it has changed, and whether a rank is away."""
+    """From a worker to the scheduler, in every step.
+
+    Attributes:
+        endpoint: if it has changed.
+        away: a rank is away.
+        answered: the requests whose asks are answered.
+    """
 
     endpoint: Endpoint | None
     away: bool
+    answered: frozenset[str] = frozenset()
 
     def aggregate(self, other: RankReport) -> RankReport:
         """Return both reports as one."""
-        return RankReport(other.endpoint or self.endpoint, self.away or other.away)
+        return RankReport(other.endpoint or self.endpoint, self.away or other.away, self.answered | other.answered)
 
 
 @dataclass
@@ -107,8 +114,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._endpoint: Endpoint | None = None
         self._on_device = False
         self._content = ""
+        self._answered: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
-            self._book = RequestBook(vllm_config.cache_config.block_size, self._roles)
+            block_size = vllm_config.cache_config.block_size
+            self._book = RequestBook(block_size, self._roles, recompute_after_s=self._setting.recompute_after_s)
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
@@ -116,7 +125,11 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Return the number of tokens after `num_computed_tokens` that will be loaded; None: ask again."""
         assert self._book is not None
         found = self._book.matched(
-            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens, time.monotonic()
+            request.request_id,
+            request.kv_transfer_params,
+            request.num_prompt_tokens,
+            num_computed_tokens,
+            time.monotonic(),
         )
         return found, bool(found)
 
@@ -167,6 +180,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             self._book.heard(report.endpoint, time.monotonic(), away=report.away)
+            self._book.answered(report.answered)
         self._book.received(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
@@ -199,7 +213,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
                 if isinstance(region, int):
                     os.close(region)
         self._content = f"{written_by} {dtype}" if pages is PageFormat.BLOB else token_content(dtype)
-        self._rooms = RankRooms(self._client, self._setting.limit_s)
+        parallel = shared.layout.parallel
+        self._rooms = RankRooms(
+            self._client, self._setting.limit_s, asks=parallel.tp_rank == 0 and parallel.pp_rank == 0
+        )
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Return this rank's registration. If it offers KV, wait until all ranks of this engine are registered."""
@@ -237,6 +254,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         results = KVConnectorTransferResults()
         if self._rooms is not None:
             ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._get_connector_metadata().is_empty else 0.0)
+            self._answered |= ended.answered
             for transfer in ended.transfers:
                 self._stats.add(transfer)
             results.finished_sending = ended.sent
@@ -251,10 +269,14 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         try:
             found = self._client.endpoint(0)
         except (WaitTimeout, ClientClosed):
-            return RankReport(None, away=True)
+            return RankReport(None, away=True, answered=self._take_answered())
         changed = found if found != self._endpoint else None
         self._endpoint = found
-        return RankReport(changed, away=False)
+        return RankReport(changed, away=False, answered=self._take_answered())
+
+    def _take_answered(self) -> frozenset[str]:
+        found, self._answered = frozenset(self._answered), set()
+        return found
 
     def get_kv_connector_stats(self) -> LongshoreStats | None:
         """Return the counts since the last call."""

@@ -5,6 +5,7 @@ Called by `vllm.LongshoreConnector`. It reads attributes of vLLM's configuration
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ class Setting(NamedTuple):
     limit_s: float
     connect_s: float
     pages: str  # OPAQUE or TOKENS
+    recompute_after_s: float
 
 
 def check_version(version: str) -> None:
@@ -66,7 +68,13 @@ def setting(extra: Mapping[str, Any]) -> Setting:
     Raises:
         ArgumentError: an option is unknown or out of range; names it.
     """
-    known: dict[str, Any] = {"socket": None, "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S, "pages": OPAQUE}
+    known: dict[str, Any] = {
+        "socket": None,
+        "transfer_limit_s": LIMIT_S,
+        "connect_limit_s": CONNECT_S,
+        "pages": OPAQUE,
+        "recompute_after_s": None,
+    }
     unknown = sorted(set(extra) - set(known))
     if unknown:
         raise ArgumentError(f"kv_connector_extra_config has {unknown[0]!r}: known are {', '.join(sorted(known))}")
@@ -74,8 +82,10 @@ def setting(extra: Mapping[str, Any]) -> Setting:
     socket = values["socket"]
     if socket is not None and (not isinstance(socket, str) or not socket):
         raise ArgumentError("kv_connector_extra_config.socket is no path: give that of the agent's engine socket")
-    for name in ("transfer_limit_s", "connect_limit_s"):
+    for name in ("transfer_limit_s", "connect_limit_s", "recompute_after_s"):
         value = values[name]
+        if value is None and name == "recompute_after_s":
+            continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not LIMIT_MIN_S <= value <= LIMIT_MAX_S:
             raise ArgumentError(
@@ -83,7 +93,14 @@ def setting(extra: Mapping[str, Any]) -> Setting:
             )
     if values["pages"] not in {OPAQUE, TOKENS}:
         raise ArgumentError(f"kv_connector_extra_config.pages is {values['pages']!r}: give {OPAQUE!r} or {TOKENS!r}")
-    return Setting(socket, float(values["transfer_limit_s"]), float(values["connect_limit_s"]), values["pages"])
+    patience = values["recompute_after_s"]
+    return Setting(
+        socket,
+        float(values["transfer_limit_s"]),
+        float(values["connect_limit_s"]),
+        values["pages"],
+        math.inf if patience is None else float(patience),
+    )
 
 
 def page_format(pages: str, written_by: str) -> PageFormat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import math
 import struct
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from longshore_engines.handover import (
     KEY,
     LIFE,
     ROOM,
+    Ask,
     Claim,
     Fail,
     Handover,
@@ -54,12 +56,13 @@ def bound(number, length=70):
     return Binding(Prompt(length, range(length)).digest(length), secret(number))
 
 
-def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDPOINT):
+def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDPOINT, recompute_after_s=math.inf):
     numbers, secrets = itertools.count(first_room), itertools.count(first_room)
     made = Book(
         PAGE,
         roles,
         lambda length: next(numbers).to_bytes(8, "little") if length == ROOM_BYTES else secret(next(secrets)),
+        recompute_after_s,
     )
     made.introduced(BOTH, content)
     made.heard(endpoint, 0.0)
@@ -123,9 +126,59 @@ def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earl
     assert prefill.take_orders()[0].room == 2**63 + 5
     assert told[LIFE] == earlier[LIFE]
     parameters = {**earlier, ROOM: 2**63 + 5}
-    assert decode.matched(parameters, 70, 32, 0.0) == 38
+    assert decode.matched("d", parameters, 70, 32, 0.0) is None
+    assert decode.take_orders() == (Ask("d", 2**63 + 5, ENDPOINT),)
+    decode.answered({"d"})
+    assert decode.matched("d", parameters, 70, 32, 1.0) == 38
     decode.allocated("d", parameters, [11, 12, 13], 70, 38)
     assert decode.take_orders() == (Claim("d", 2**63 + 5, ENDPOINT, (12, 13), 32, 70, Binding(bound(9).prompt)),)
+
+
+def at_once():
+    """Return the parameters of a prompt that both sides get at once."""
+    return {**handed_out(33), ROOM: 2**63 + 5}
+
+
+def test_a_prompt_that_prefill_may_not_have_begun_gets_no_pages_until_the_one_ask_for_it_is_answered():
+    decode, parameters = book(), at_once()
+    for now_s in range(5):
+        assert decode.matched("d", parameters, 70, 32, now_s) is None
+    decode.answered({"another"})
+    assert decode.matched("d", parameters, 70, 32, 5.0) is None
+    assert decode.take_orders() == (Ask("d", 2**63 + 5, ENDPOINT),)
+    decode.answered({"d"})
+    # The engine asks in each step until it has pages.
+    assert [decode.matched("d", parameters, 70, 32, 6.0 + step) for step in range(3)] == [38, 38, 38]
+    assert decode.take_orders() == ()
+
+
+def test_a_prompt_whose_prefix_is_all_here_is_not_asked_for():
+    decode, parameters = book(), at_once()
+    assert decode.matched("d", parameters, 64, 64, 0.0) == 0
+    assert decode.take_orders() == ()
+
+
+def test_a_request_that_ends_while_it_asks_lets_prefill_release_its_pages():
+    decode, parameters = book(), at_once()
+    assert decode.matched("d", parameters, 70, 0, 0.0) is None
+    assert decode.finished("d", parameters, 70, complete=False) == (False, None)
+    assert decode.take_orders() == (
+        Ask("d", 2**63 + 5, ENDPOINT),
+        Claim("d", 2**63 + 5, ENDPOINT, (), 70, 70),
+    )
+    assert decode.matched("d", parameters, 70, 0, 1.0) == 0
+
+
+@pytest.mark.shows("option.recompute_after_s")
+def test_a_prompt_that_prefill_does_not_begin_in_time_is_computed_at_decode_if_that_is_wanted():
+    decode, parameters = book(recompute_after_s=5.0), at_once()
+    assert [decode.matched("d", parameters, 70, 0, now_s) for now_s in (1.0, 5.9, 6.1)] == [None, None, 0]
+    assert decode.take_orders()[1:] == (Claim("d", 2**63 + 5, ENDPOINT, (), 70, 70),)
+    decode.allocated("d", parameters, [11, 12, 13], 70, 0)
+    decode.answered({"d"})
+    assert decode.matched("d", parameters, 70, 0, 7.0) == 0
+    assert decode.finished("d", parameters, 70, complete=True) == (False, None)
+    assert decode.take_orders() == ()
 
 
 def test_the_handover_of_an_earlier_prompt_is_recognised_as_of_another_life():
@@ -143,7 +196,7 @@ def test_a_number_that_is_no_room_fails_the_load_and_prefill_chooses_its_own(roo
     assert prefill.take_orders()[0].room == 9
     assert f"kv_transfer_params.{ROOM} is {room!r}" in caplog.text
     parameters = {**earlier, ROOM: room}
-    assert decode.matched(parameters, 70, 0, 0.0) == 70
+    assert decode.matched("d", parameters, 70, 0, 0.0) == 70
     decode.allocated("d", parameters, [11, 12, 13], 70, 70)
     (order,) = decode.take_orders()
     assert f"kv_transfer_params.{ROOM} is {room!r}" in order.text
@@ -177,7 +230,7 @@ def test_pages_of_a_prompt_that_ended_after_it_was_preempted_are_taken_back_too(
 @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])
 def test_a_request_without_a_wish_is_left_alone(parameters):
     alone = book()
-    assert alone.matched(parameters, 70, 0, 0.0) == 0
+    assert alone.matched("d", parameters, 70, 0, 0.0) == 0
     alone.allocated("r", parameters, [1, 2, 3], 70, 0)
     assert alone.finished("r", parameters, 70, complete=True) == (False, None)
     assert alone.take_orders() == ()
@@ -203,13 +256,13 @@ def test_a_prompt_that_is_aborted_before_it_got_pages_has_no_room():
 
 def test_an_engine_that_only_consumes_hands_nothing_out():
     consumer = book((Half.TARGET,))
-    assert consumer.matched({"do_remote_decode": True}, 70, 0, 0.0) == 0
+    assert consumer.matched("d", {"do_remote_decode": True}, 70, 0, 0.0) == 0
     assert computed(consumer) == (False, None)
 
 
 def test_all_tokens_that_are_not_here_are_claimed_into_the_pages_behind_the_prefix():
     decode, parameters = book(), handed_out(70)
-    assert decode.matched(parameters, 70, 32, 0.0) == 38
+    assert decode.matched("d", parameters, 70, 32, 0.0) == 38
     decode.allocated("d", parameters, [11, 12, 13, 14], 70, 38)
     assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (12, 13), 32, 70, bound(9)),)
 
@@ -220,7 +273,7 @@ def test_a_request_is_claimed_once_however_often_it_gets_pages():
     decode.take_orders()
     decode.received({"d"})
     # The load is complete. Later the request is preempted and computes its prompt itself.
-    assert decode.matched(parameters, 70, 0, 0.0) == 0
+    assert decode.matched("d", parameters, 70, 0, 0.0) == 0
     decode.allocated("d", parameters, [11, 12, 13], 70, 0)
     assert decode.finished("d", parameters, 70, complete=True) == (False, None)
     assert decode.take_orders() == ()
@@ -228,7 +281,7 @@ def test_a_request_is_claimed_once_however_often_it_gets_pages():
 
 def test_a_prompt_longer_than_what_prefill_computed_takes_what_there_is():
     decode, parameters = book(), handed_out(64)
-    assert decode.matched(parameters, 90, 0, 0.0) == 64
+    assert decode.matched("d", parameters, 90, 0, 0.0) == 64
     decode.allocated("d", parameters, [11, 12, 13], 90, 64)
     assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (11, 12), 0, 64, bound(9, 64)),)
 
@@ -271,7 +324,7 @@ def test_a_request_that_ends_while_it_loads_is_withdrawn_and_one_that_has_loaded
 )
 def test_what_is_no_handover_becomes_a_load_that_fails_and_no_error_in_the_scheduler(text):
     decode, parameters = book(), {"do_remote_prefill": True, KEY: text}
-    assert decode.matched(parameters, 70, 0, 0.0) == 70
+    assert decode.matched("d", parameters, 70, 0, 0.0) == 70
     decode.allocated("d", parameters, [11, 12, 13], 70, 70)
     (order,) = decode.take_orders()
     assert isinstance(order, Fail)
@@ -346,7 +399,7 @@ def test_the_digest_is_of_the_first_tokens_and_of_their_number_whatever_holds_th
 
 def test_an_engine_that_only_produces_fails_a_load():
     producer, parameters = book((Half.SOURCE,)), handed_out(70)
-    assert producer.matched(parameters, 70, 0, 0.0) == 70
+    assert producer.matched("d", parameters, 70, 0, 0.0) == 70
     producer.allocated("d", parameters, [1, 2, 3], 70, 70)
     (order,) = producer.take_orders()
     assert "kv_role" in order.text
@@ -355,18 +408,18 @@ def test_an_engine_that_only_produces_fails_a_load():
 def test_a_prompt_waits_until_the_ranks_have_spoken_of_their_agent_lately():
     prefill, parameters = book(), {"do_remote_decode": True}
     late_s = ENDPOINT_AGE_MAX_S + 0.1
-    assert prefill.matched(parameters, 70, 0, late_s) is None
+    assert prefill.matched("d", parameters, 70, 0, late_s) is None
     prefill.heard(None, late_s)
-    assert prefill.matched(parameters, 70, 0, late_s) == 0
+    assert prefill.matched("d", parameters, 70, 0, late_s) == 0
 
 
 def test_a_prompt_waits_for_an_agent_that_is_away_and_is_handed_out_by_the_one_that_comes():
     prefill, parameters = book(), {"do_remote_decode": True}
     prefill.heard(None, 10.0, away=True)
-    assert prefill.matched(parameters, 70, 0, 10.0) is None
+    assert prefill.matched("d", parameters, 70, 0, 10.0) is None
     other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1])
     prefill.heard(other, 12.0)
-    assert prefill.matched(parameters, 70, 0, 12.0) == 0
+    assert prefill.matched("d", parameters, 70, 0, 12.0) == 0
     assert handover_of(computed(prefill, parameters=parameters)[1]).endpoint == other
 
 
@@ -375,7 +428,7 @@ def test_a_prompt_whose_agent_stays_away_is_computed_and_not_handed_out():
     prefill.heard(None, 10.0, away=True)
     late_s = 10.0 + AGENT_AWAY_MAX_S + 1
     prefill.heard(None, late_s, away=True)
-    assert prefill.matched(parameters, 70, 0, late_s) == 0
+    assert prefill.matched("d", parameters, 70, 0, late_s) == 0
     assert computed(prefill, parameters=parameters) == (False, None)
     assert prefill.take_orders() == ()
 

@@ -9,9 +9,10 @@ import pytest
 from fake_agent import WAIT_S, FakeAgent, accept_all
 from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event, refuse_the_first_cancel
 
-from longshore_client import Half, Reason
-from longshore_engines.handover import Claim, Fail, Offer, ReportSent, TakeBack, Withdraw
+from longshore_client import Half, Reason, RoomEventKind
+from longshore_engines.handover import Ask, Claim, Fail, Offer, ReportSent, TakeBack, Withdraw
 from longshore_engines.rooms import RankRooms
+from longshore_wire.engine_messages import Ask as AskMessage
 from longshore_wire.engine_messages import Cancel, Refused
 from longshore_wire.engine_messages import Offer as OfferMessage
 from longshore_wire.engine_messages import Receive as ReceiveMessage
@@ -25,17 +26,18 @@ CLAIM = Claim("d", 7, ENDPOINT, (3, 4), 0, 6)
 class Scene:
     """An agent, its client, and the rooms of its rank with a clock that the test moves."""
 
-    def __init__(self, path, *, limit_s=100.0, **agent):
+    def __init__(self, path, *, limit_s=100.0, asks=True, **agent):
         self.now_s = 0.0
         self.agent = FakeAgent(path, **agent)
-        self.rooms = RankRooms(client_at(path), limit_s, lambda: self.now_s)
-        self.sent, self.received, self.failed, self.transfers = set(), set(), set(), []
+        self.rooms = RankRooms(client_at(path), limit_s, lambda: self.now_s, asks=asks)
+        self.sent, self.received, self.failed, self.answered, self.transfers = set(), set(), set(), set(), []
 
     def look(self):
         ended = self.rooms.poll()
         self.sent |= ended.sent
         self.received |= ended.received
         self.failed |= ended.failed
+        self.answered |= ended.answered
         self.transfers += ended.transfers
 
     def look_until(self, predicate):
@@ -103,6 +105,64 @@ def test_a_prompt_is_offered_chunk_by_chunk_and_reported_after_both_its_end_and_
     world.rooms.carry_out([REPORT])
     world.look()
     assert world.sent == {"p"}
+
+
+ASK = Ask("d", 7, ENDPOINT)
+OFFERED = event(RoomEventKind.OFFERED, half=Half.TARGET)
+
+
+def test_an_ask_is_answered_by_prefills_offer_and_its_claim_goes_on_with_the_room(scene):
+    world = scene()
+    world.rooms.carry_out([ASK])
+    world.expect(AskMessage)
+    world.look()
+    assert world.answered == set()
+    world.agent.say(OFFERED)
+    world.look_until(lambda: world.answered == {"d"})
+    world.rooms.carry_out([CLAIM])
+    world.expect(ReceiveMessage)
+    for kind in (DONE, RELEASED):
+        world.agent.say(event(kind, half=Half.TARGET))
+    world.look_until(lambda: world.received == {"d"})
+    assert (world.failed, world.rooms.open_count, len(world.heard(AskMessage))) == (set(), 0, 1)
+    assert [(each.half, each.failure) for each in world.transfers] == [(Half.TARGET, "")]
+
+
+def test_an_ask_for_a_room_that_fails_is_answered_so_that_its_claim_can_say_why(scene):
+    world = scene()
+    world.rooms.carry_out([ASK])
+    world.expect(AskMessage)
+    world.agent.say(event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.answered == {"d"})
+    assert (world.received, world.failed, world.transfers, world.rooms.open_count) == (set(), set(), [], 0)
+
+
+def test_a_request_that_asks_and_is_no_longer_wanted_claims_nothing_of_its_room(scene):
+    world = scene()
+    world.rooms.carry_out([ASK])
+    world.rooms.carry_out([Claim("d", 7, ENDPOINT, (), 6, 6)])
+    world.expect(ReceiveMessage)
+    for kind in (DONE, RELEASED):
+        world.agent.say(event(kind, half=Half.TARGET))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    assert (world.received, world.failed, world.transfers) == (set(), set(), [])
+
+
+def test_an_ask_without_an_answer_is_given_up_after_the_limit(scene):
+    world = scene(limit_s=10.0)
+    world.rooms.carry_out([ASK])
+    world.expect(AskMessage)
+    world.now_s = 11.0
+    world.look()
+    world.expect(Cancel)
+
+
+def test_of_an_engines_ranks_one_asks(scene):
+    world = scene(asks=False)
+    world.rooms.carry_out([ASK, CLAIM])
+    world.expect(ReceiveMessage)
+    assert world.heard(AskMessage) == []
 
 
 def test_chunks_of_a_room_that_has_ended_are_not_offered(scene):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from fake_agent import FakeAgent
@@ -13,8 +14,19 @@ from scene import DONE, RELEASED, event
 from stand_in_vllm import Role, Status, installed
 
 from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_engines.handover import handover_of
-from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, RankAddress, Receive, RegisterPool
+from longshore_engines.handover import ROOM, handover_of, parameters_for_decode
+from longshore_wire.engine_messages import (
+    Ask,
+    Cancel,
+    EndpointUpdate,
+    Hello,
+    Offer,
+    RankAddress,
+    Receive,
+    RegisterPool,
+    RoomEvent,
+    RoomEventKind,
+)
 
 HEADS, TOKENS, DIM = 2, 32, 8
 LAYOUT = KVLayout(ModelShape(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
@@ -314,6 +326,23 @@ def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
 def test_another_vllm_is_refused_when_the_connector_is_loaded():
     with installed("0.33.0"), pytest.raises(ArgumentError, match=r"vLLM 0\.33\.0 is not supported"):
         importlib.import_module("longshore_engines.vllm")
+
+
+def test_a_request_that_comes_at_once_with_its_prompt_gets_blocks_when_prefill_has_begun_the_prompt(module, tmp_path):
+    engine = Engine(module, tmp_path, "decode")
+    earlier = msgspec.structs.replace(handover_of(engine.prefill("x")[1]), endpoint=endpoint("prefill"))
+    asked = request("d", parameters_for_decode(earlier) | {ROOM: 2**63 + 5})
+    assert engine.scheduler.get_num_new_matched_tokens(asked, 0) == (None, False)
+    assert engine.scheduler.has_pending_push_work()
+    engine.step_until(lambda found: engine.agent.of(Ask))
+    assert engine.scheduler.get_num_new_matched_tokens(asked, 0) == (None, False)
+    engine.agent.say(RoomEvent(Half.TARGET, "prefill", 2**63 + 5, 0, RoomEventKind.OFFERED))
+    engine.step_until(lambda found: engine.scheduler.get_num_new_matched_tokens(asked, 0) == (70, True))
+    assert engine.agent.of(Receive) == []
+    engine.scheduler.update_state_after_alloc(asked, blocks(4, 2, 5), 70)
+    engine.step_until(lambda found: engine.agent.of(Receive))
+    assert [(claim.room, claim.end_token) for claim in engine.agent.of(Receive)] == [(2**63 + 5, 70)]
+    engine.stop()
 
 
 @pytest.mark.shows("option.transfer_limit_s")

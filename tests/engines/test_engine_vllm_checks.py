@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +63,7 @@ def test_what_cannot_be_moved_is_refused_by_name(changes, said):
 
 def test_options_have_defaults_and_are_read():
     assert setting({}).socket is None
-    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s, "opaque")
+    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s, "opaque", math.inf)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,8 @@ def test_options_have_defaults_and_are_read():
         ({"transfer_limit_s": 0}, "transfer_limit_s is 0"),
         ({"transfer_limit_s": "60"}, "transfer_limit_s"),
         ({"connect_limit_s": True}, "connect_limit_s"),
+        ({"recompute_after_s": 0}, "recompute_after_s is 0"),
+        ({"transfer_limit_s": None}, "transfer_limit_s is None"),
     ],
 )
 def test_a_wrong_option_is_named(extra, said):

@@ -28,6 +28,7 @@ from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     TO_AGENT,
     Accepted,
+    Ask,
     Cancel,
     Endpoint,
     EndpointUpdate,
@@ -71,6 +72,7 @@ class Room:
     pages: Pages
     keep_ns: int
     chunks: deque[tuple[int, int, int, bool]]  # still to offer: not before, first, end, last
+    claim: Receive | None = None  # to make when prefill has offered the room
     tries: int = 0  # how often the agent was busy
     taken_ns: int = 0  # when a worker has taken the last of it
     taken_by: Worker | None = None
@@ -231,7 +233,7 @@ class Client:
         for outgoing in self.core.outbox:
             message: Any = TO_AGENT.decode(outgoing.data)
             room = None
-            if isinstance(message, Offer | Receive):
+            if isinstance(message, Offer | Ask | Receive):
                 instance = self.instance if isinstance(message, Offer) else message.endpoint.instance
                 room = self.rooms[RoomKey(instance, message.room, message.pool)]
             worker = self.worker
@@ -260,7 +262,7 @@ class Client:
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
-    def call(self, key: HalfKey, message: Offer | Receive, room: Room) -> None:
+    def call(self, key: HalfKey, message: Offer | Ask | Receive, room: Room) -> None:
         """Send a request to the agent, repeatedly until it answers, to its current worker."""
         if not self.alive or self._later(self.call, key, message, room) or room.released:
             return
@@ -309,12 +311,17 @@ class Client:
         room.pages.fill(room.key.room, first, end)
         self.call(key, Offer(0, room.key.room, 0, first, end, last, b""), room)
 
-    def claim(self, room: Room, endpoint: Endpoint, first: int) -> None:
-        """Claim the tokens of a room."""
+    def claim(self, room: Room, endpoint: Endpoint, first: int, *, asks: bool) -> None:
+        """Claim the tokens of a room, at once or when the answer to an ask has come."""
         key = HalfKey(Half.TARGET, room.key.instance, room.key.room, 0)
         pages = np.array(room.pages.pages, "<i4").tobytes()
         count = len(room.pages.pages)
-        self.call(key, Receive(0, room.key.room, 0, endpoint, first, room.end, 0, count, pages), room)
+        claim = Receive(0, room.key.room, 0, endpoint, first, room.end, 0, count, pages)
+        if asks:
+            room.claim = claim
+            self.call(key, Ask(0, room.key.room, 0, endpoint), room)
+        else:
+            self.call(key, claim, room)
 
     def cancel(self, room: Room) -> None:
         """Cancel a half, also at a new worker."""
@@ -334,7 +341,12 @@ class Client:
 
     def _report(self, event: RoomEvent) -> None:
         room = self.rooms[RoomKey(event.instance, event.room, event.pool)]
-        if event.kind is RoomEventKind.RELEASED:
+        if event.kind is RoomEventKind.OFFERED:
+            if room.claim is None or room.cancelled or room.ended is not None:
+                raise ViolationError(f"{self} hears that room {event.room} is offered, for which it does not ask")
+            claim, room.claim = room.claim, None
+            self.call(HalfKey(self.half, event.instance, event.room, event.pool), claim, room)
+        elif event.kind is RoomEventKind.RELEASED:
             if room.ended is None:
                 raise ViolationError(f"{self}: room {event.room} is released before it has ended")
             self._give_back(room)

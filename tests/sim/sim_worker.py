@@ -24,6 +24,7 @@ from longshore_wire.effects import (
     PeerId,
     ProbeLiveness,
     RoomEnded,
+    RoomOffered,
     RoomReleased,
     Send,
     SessionConfig,
@@ -33,6 +34,7 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import (
     Accepted,
+    Ask,
     Cancel,
     Half,
     Offer,
@@ -401,6 +403,10 @@ class Worker:
         if room is not None:
             self._tell(RoomEvent(effect.half, key.instance, key.room, key.pool, RoomEventKind.RELEASED))
 
+    def _room_offered(self, effect: RoomOffered) -> None:
+        key = effect.key
+        self._tell(RoomEvent(Half.TARGET, key.instance, key.room, key.pool, RoomEventKind.OFFERED))
+
     # -- the engine and the supervisor -----------------------------------------------------------------------------
 
     def adopt(self) -> None:
@@ -432,16 +438,23 @@ class Worker:
         else:
             self._tell(Accepted(message.request))
 
-    def _open(self, message: Offer | Receive, room: Room) -> None:
+    def _open(self, message: Offer | Ask | Receive, room: Room) -> None:
         key, now_ns = room.key, self.clock()
         old = self.tables.get(key)
         if self.closing and old is None:
             raise RoomError(f"this worker is being replaced: {self.closing}", reason=Reason.BUSY)
-        if old is not None and isinstance(message, Receive):
+        if (
+            old is not None
+            and isinstance(message, Ask | Receive)
+            and not (isinstance(message, Receive) and self.core.is_asked(key))
+        ):
             raise RoomError("claimed before", reason=Reason.ROOM_REUSED)
         self.tables[key] = room
-        first, end = message.first_token, message.end_token
         try:
+            if isinstance(message, Ask):
+                self.core.ask(Wanted(key, message.endpoint, 0, 1, 0, b""), now_ns)
+                return
+            first, end = message.first_token, message.end_token
             if isinstance(message, Offer):
                 self.core.offer(message.room, message.pool, first, end, last=message.last, now_ns=now_ns)
             else:
@@ -468,6 +481,7 @@ class Worker:
 _APPLY: dict[type, Callable[[Worker, Any], None]] = {
     RoomEnded: Worker._room_ended,
     RoomReleased: Worker._room_released,
+    RoomOffered: Worker._room_offered,
     PeerAttached: Worker._attach,
     PeerGone: Worker._part,
     Dial: Worker._dial,

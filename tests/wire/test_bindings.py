@@ -58,7 +58,9 @@ class Scene:
         self.settle()
 
     def ask(self, who: str, binding: Binding) -> None:
-        self.targets[who].ask(Wanted(KEY, ENDPOINT, 0, 1, 0, b"", binding=Binding(b"", binding.capability)), self.now_ns)
+        self.targets[who].ask(
+            Wanted(KEY, ENDPOINT, 0, 1, 0, b"", binding=Binding(b"", binding.capability)), self.now_ns
+        )
         self.settle()
 
     def claim(self, who: str, binding: Binding) -> None:

@@ -314,7 +314,9 @@ class TargetRoom(Room):
     def missing(self) -> str:
         """Describe the message that the room waits for."""
         if self.is_asked:
-            return "the decode engine has not claimed it" if self.is_offered else "the prefill engine has not offered it"
+            return (
+                "the decode engine has not claimed it" if self.is_offered else "the prefill engine has not offered it"
+            )
         waiting = [pair for pair in self.pairs.values() if pair.state is not TargetPairState.COMPLETE]
         unanswered = sorted(pair.peer.rank for pair in waiting if pair.grid is None)
         if unanswered:
@@ -367,6 +369,42 @@ class Ended:
     lives: tuple[Life, ...] = ()
     opened_ns: int = 0
     binding: Binding = UNBOUND
+
+
+N = TypeVar("N")
+
+
+class Notes(Generic[N]):
+    """What peers have said of rooms that are not open here. They are kept for a time; above a limit the oldest are dropped."""
+
+    def __init__(self, rooms_max: int) -> None:
+        self._rooms_max = rooms_max
+        self._notes: OrderedDict[RoomKey, dict[PeerId, tuple[N, int]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def put(self, key: RoomKey, peer: PeerId, note: N, until_ns: int) -> None:
+        """Record a peer's note on a room, in place of its last one."""
+        self._notes.setdefault(key, {})[peer] = note, until_ns
+        self._notes.move_to_end(key)
+        while len(self._notes) > self._rooms_max:
+            self._notes.popitem(last=False)
+
+    def take(self, key: RoomKey) -> list[tuple[PeerId, N]]:
+        """Remove and return all notes on a room."""
+        found = self._notes.pop(key, None)
+        return [] if found is None else [(peer, note) for peer, (note, _) in found.items()]
+
+    def due_ns(self) -> int | None:
+        """Return when the oldest notes end; None: there are none."""
+        oldest = next(iter(self._notes.values()), None)
+        return None if oldest is None else max(until_ns for _, until_ns in oldest.values())
+
+    def forget(self, now_ns: int) -> None:
+        """Drop the notes whose time is over."""
+        while (due_ns := self.due_ns()) is not None and due_ns <= now_ns:
+            self._notes.popitem(last=False)
 
 
 R = TypeVar("R", SourceRoom, TargetRoom)

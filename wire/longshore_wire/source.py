@@ -36,7 +36,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.plan import plan
-from longshore_wire.room import RoomTable, SourcePair, SourceRoom
+from longshore_wire.room import Notes, RoomTable, SourcePair, SourceRoom
 from longshore_wire.slabs import SlabGrid, slab_bytes
 from longshore_wire.states import (
     SourceEvent,
@@ -63,7 +63,6 @@ class Completed(NamedTuple):
 
     pair: PairKey
     expected: frozenset[int]  # target ranks that must claim from this source
-    until_ns: int
     capability: bytes | None = None  # of the claim; None: it was shown to an earlier life
 
 
@@ -81,11 +80,10 @@ class SourceSession:
         self.take_effects, self.describe, self.wire_fault = links.take_effects, links.describe, links.wire_fault
         self.peer_listens, self.renew = links.peer_listens, self.table.renew
         self._send, self._effect, self._stale, self._name = links.send, links.emit, links.stale, links.name
-        self._progress, self._remember = self.table.progress, self.table.remember
-        self._repeat_later = self.table.repeat_later
+        self._progress, self._repeat_later = self.table.progress, self.table.repeat_later
         # They are no open rooms: a request that decode refuses must not use a place of another one.
-        self._completed: OrderedDict[RoomKey, dict[PeerId, Completed]] = OrderedDict()
-        self._asks: OrderedDict[RoomKey, dict[PeerId, Ask]] = OrderedDict()
+        self._completed: Notes[Completed] = Notes(config.ended_rooms_max)
+        self._asks: Notes[Ask] = Notes(config.ended_rooms_max)
         self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
         # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
@@ -139,7 +137,7 @@ class SourceSession:
         if is_first:
             open_room.binding = binding
             self._drop_strangers(open_room)
-            self._answer_asks(open_room)
+            self._answer_asks(open_room, now_ns)
         self._add_completed(open_room)
         for pair in list(open_room.pairs.values()):
             self._check_pair(open_room, pair, now_ns)
@@ -157,8 +155,6 @@ class SourceSession:
         if room is not None:
             self._fail(room, reason, text, now_ns)
         elif key not in self.ended and key.instance == self.config.instance:
-            self._completed.pop(key, None)
-            self._asks.pop(key, None)
             self._remember(key, reason, text, now_ns)
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
@@ -183,11 +179,8 @@ class SourceSession:
 
     def next_due_ns(self) -> int | None:
         """Return when `tick` must be called at the latest, or None."""
-        due_ns = self.table.next_due_ns()
-        if not self._completed:
-            return due_ns
-        completed_ns = self._completed_until_ns()
-        return completed_ns if due_ns is None else min(due_ns, completed_ns)
+        dues_ns = (self.table.next_due_ns(), self._completed.due_ns(), self._asks.due_ns())
+        return min((due_ns for due_ns in dues_ns if due_ns is not None), default=None)
 
     def tick(self, now_ns: int) -> None:
         """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
@@ -198,17 +191,19 @@ class SourceSession:
         for key, reason, text in self.table.expired(now_ns):
             self.cancel(key, reason, text, now_ns)
         self.table.forget(now_ns)
-        while self._completed and self._completed_until_ns() <= now_ns:
-            self._completed.popitem(last=False)
+        self._completed.forget(now_ns)
+        self._asks.forget(now_ns)
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
         self.links.was_absent(late_ns, now_ns)
         self.table.was_absent(late_ns, now_ns)
 
-    def _completed_until_ns(self) -> int:
-        """Return until when the oldest completed pairs are kept."""
-        return max(completed.until_ns for completed in next(iter(self._completed.values())).values())
+    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        """Record how a room ended. It needs no note any more."""
+        self._completed.take(key)
+        self._asks.take(key)
+        self.table.remember(key, reason, text, now_ns)
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +296,7 @@ class SourceSession:
         elif isinstance(message, Complete):
             self._on_complete(link, message, now_ns)
         elif isinstance(message, Ask):
-            self._on_ask(link, message)
+            self._on_ask(link, message, now_ns)
         else:
             self._on_end_ack(peer, message)
 
@@ -390,7 +385,7 @@ class SourceSession:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _on_ask(self, link: Link, ask: Ask) -> None:
+    def _on_ask(self, link: Link, ask: Ask, now_ns: int) -> None:
         """Answer a target that waits for the first tokens of a room, or note it until they are offered."""
         key = ask.pair.key
         room, ended = self.rooms.get(key), self.ended.get(key)
@@ -402,21 +397,18 @@ class SourceSession:
         elif room is not None and room.failed:
             self._send(link.peer, Abort(ask.pair, room.reason, room.text))
         elif room is None or room.first_token < 0:
-            self._asks.setdefault(key, {})[link.peer] = ask
-            self._asks.move_to_end(key)
-            # A target repeats its ask, so that one that is dropped here is noted again.
-            while len(self._asks) > self.config.ended_rooms_max:
-                self._asks.popitem(last=False)
+            # A target repeats its ask, so that one that is dropped is noted again.
+            self._asks.put(key, link.peer, ask, self.table.remembered_until_ns(now_ns))
         elif ask.binding.capability != room.binding.capability:
             self._turn_away(key, link, ask.pair)
         else:
             self._send(link.peer, Offered(ask.pair))
 
-    def _answer_asks(self, room: SourceRoom) -> None:
-        for peer, ask in self._asks.pop(room.key, {}).items():
+    def _answer_asks(self, room: SourceRoom, now_ns: int) -> None:
+        for peer, ask in self._asks.take(room.key):
             link = self.peers.get(peer)
             if link is not None and link.attach is not None and link.epoch == ask.pair.target_epoch:
-                self._on_ask(link, ask)
+                self._on_ask(link, ask, now_ns)
 
     def _on_claim(self, link: Link, claim: Claim, now_ns: int) -> None:
         key, peer = claim.pair.key, link.peer
@@ -638,14 +630,11 @@ class SourceSession:
         """Record that a target needs nothing more of a room. Raises LayoutError: the two cannot exchange pages."""
         key, peer = pair.key, link.peer
         expected = self._route(link, key).expected
-        completed = Completed(pair, expected, self.table.remembered_until_ns(now_ns), capability)
+        completed = Completed(pair, expected, capability)
         room = self.rooms.get(key)
         if room is None:
             # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
-            self._completed.setdefault(key, {})[peer] = completed
-            self._completed.move_to_end(key)
-            while len(self._completed) > self.config.ended_rooms_max:
-                self._completed.popitem(last=False)
+            self._completed.put(key, peer, completed, self.table.remembered_until_ns(now_ns))
         elif not room.failed:
             self._open_complete(room, peer, completed)
             self._progress(room, now_ns)
@@ -667,7 +656,7 @@ class SourceSession:
 
     def _add_completed(self, room: SourceRoom) -> None:
         """Add to an offered room the pairs that targets have already completed."""
-        for peer, completed in self._completed.pop(room.key, {}).items():
+        for peer, completed in self._completed.take(room.key):
             self._open_complete(room, peer, completed)
 
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
@@ -683,8 +672,6 @@ class SourceSession:
             if room.first_token < 0 or abort.binding.capability == room.binding.capability:
                 self._fail(room, reason, abort.text, now_ns)
         elif room is None and key not in self.ended and key.instance == self.config.instance:
-            self._completed.pop(key, None)
-            self._asks.pop(key, None)
             self._remember(key, reason, abort.text, now_ns)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
