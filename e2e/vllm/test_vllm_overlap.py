@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from controlplane.waiting import until
-from engines import Nursery, Prompt, client, tokens_of
+from engines import BLOCK_TOKENS, Nursery, Prompt, client, tokens_of
 from prompts import EVERY_PROMPT, NEW_TOKENS, PROMPTS, Oracle, random_prompt
 from scene import TO_PREFILL, Scene, Side, check_nothing_is_lent, generate, prefill, rooms_open
 from tiny_model import TinyModel
@@ -22,6 +22,7 @@ FIRST = random_prompt(401, 40)
 HUNGRY = (random_prompt(402, 900), random_prompt(403, 900))
 FEW_BLOCKS = ("--kv-cache-memory-bytes", str(6 << 20), "--max-model-len", "1024", "--no-scheduler-reserve-full-isl")
 END_LIMIT_S = 150.0
+CROWD = 30
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -54,13 +55,13 @@ class Both:
         self.target.complete(FIRST, 1, self.earlier)
 
     def claim(self, threads: ThreadPoolExecutor, prompts: Sequence[Prompt], rooms: Sequence[int]) -> list[Future[Any]]:
-        """Give decode the prompts; return its answers to come, when it has claimed all of them."""
-        claimed = rooms_open(self.scene, self.target_name) + len(prompts) * self.target.options.tp
+        """Give decode the prompts; return its answers to come, when its first rank has asked for all of them."""
+        asked = rooms_open(self.scene, self.target_name) + len(prompts)
         found = [
             threads.submit(self.target.complete, prompt, NEW_TOKENS, {**self.earlier, "longshore_room": room})
             for prompt, room in zip(prompts, rooms, strict=True)
         ]
-        until(lambda: rooms_open(self.scene, self.target_name) == claimed, "decode has claimed the rooms")
+        until(lambda: rooms_open(self.scene, self.target_name) == asked, "decode has asked for the rooms")
         return found
 
     def compute(self, prompt: Prompt, room: int) -> Mapping[str, Any]:
@@ -149,3 +150,21 @@ def test_clients_that_leave_both_engines_leave_no_block_lent(scene: Scene, answe
     check_nothing_is_lent(scene, END_LIMIT_S)
     assert scene.agents[WIDE].metrics().total("longshore_rooms_total", half="source") > taken
     assert generate(both.source, both.target, PROMPTS[-1], NEW_TOKENS) == answers(PROMPTS[-1])
+
+
+def test_more_prompts_than_both_caches_hold_are_all_answered_whatever_comes_first_at_either_engine(
+    nursery: Nursery, model: TinyModel
+) -> None:
+    # Two prompts fit into a cache. Both engines get the prompts in opposite orders.
+    prompts = [random_prompt(420 + number, 9 * BLOCK_TOKENS - 5) for number in range(CROWD)]
+    small = ("--num-gpu-blocks-override", "20", "--max-model-len", str(10 * BLOCK_TOKENS))
+    alone = Oracle(nursery, model, (*prompts, FIRST))
+    with Scene(nursery, model, [Side("few", 1, extra=small), Side("less", 1, extra=small)]) as scene:
+        both, rooms = Both(scene, "few", "less"), new_rooms(CROWD)
+        with ThreadPoolExecutor(2 * CROWD) as threads:
+            coming = both.claim(threads, prompts, rooms)
+            told = [threads.submit(both.compute, *each) for each in zip(prompts[::-1], rooms[::-1], strict=True)]
+            found = [tokens_of(each.result()) for each in coming]
+            assert all(each.result() for each in told)
+        assert found == [alone(prompt) for prompt in prompts]
+        check_nothing_is_lent(scene, END_LIMIT_S)
