@@ -201,10 +201,8 @@ class Ledger:
         """Record the agent's event; return whether to report it to the engine: only once, and only for an open half."""
         found = self._halves.get(HalfKey(event.half, event.instance, event.room, event.pool))
         is_late = found is not None and found.ended is not None and event.kind is not RoomEventKind.RELEASED
-        is_again = (
-            event.kind is RoomEventKind.OFFERED and found is not None and (found.is_offered or not found.is_asked)
-        )
-        if found is None or is_late or is_again:
+        is_over = found is not None and (found.is_offered or found.cancelled or not found.is_asked)
+        if found is None or is_late or (is_over and event.kind is RoomEventKind.OFFERED):
             self.stale_event_count += 1
             return False
         if event.kind is RoomEventKind.OFFERED:

@@ -96,6 +96,15 @@ def test_a_claim_takes_the_place_of_its_ask_also_at_the_next_agent():
     assert client.poll() == []
 
 
+def test_a_cancelled_ask_is_not_told_that_its_room_is_offered():
+    agent, client = agent_and_client()
+    client.ask(9, ENDPOINT)
+    client.cancel(9, Half.TARGET)
+    failed = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.FAILED, Reason.CANCELLED)
+    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.OFFERED), failed)
+    assert client.poll() == [failed]
+
+
 def test_a_refused_claim_leaves_its_ask_open_until_it_is_claimed_or_cancelled():
     refused = []
 
