@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
 KILL_LIMIT_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
 
@@ -108,3 +110,20 @@ def tail(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
     except OSError as error:
         return f"{path}: {error.strerror}"
+
+
+def write_entry_points(directory: Path, group: str, more: Mapping[str, str] | None = None) -> Path:
+    """Write metadata by which an engine finds our plug-ins of a group, as an installation has it; return its folder.
+
+    Args:
+        more: further plug-ins, by name.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = directory / "plugins"
+    found = folder / "longshore_kv-0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore-kv\nVersion: 0\n", encoding="utf-8")
+    plugins = project["entry-points"][group] | dict(more or {})
+    lines = [f"{name} = {value}" for name, value in plugins.items()]
+    (found / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]), encoding="utf-8")
+    return folder

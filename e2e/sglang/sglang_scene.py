@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +18,8 @@ from typing import Any, Self
 
 import tiny_model
 from controlplane.waiting import until
-from sglang_engines import LOOPBACK, PAGE_TOKENS, ROOT, Engine, EngineOptions, Nursery, Prompt, body
+from nurseries import write_entry_points
+from sglang_engines import LOOPBACK, PAGE_TOKENS, Engine, EngineOptions, Nursery, Prompt, body
 from sglang_prompts import AT_ONCE, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Answer, Oracle, answer_of
 from tiny_model import TinyModel
 
@@ -201,16 +201,7 @@ class Scene:
 
 def write_plugins(directory: Path, tests: Sequence[str] = TEST_PLUGINS) -> Path:
     """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-ins."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    folder = directory / "plugins"
-    found = folder / "longshore_kv-0.dist-info"
-    found.mkdir(parents=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore-kv\nVersion: 0\n", encoding="utf-8")
-    group = "sglang.srt.plugins"
-    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    lines += [f"{name} = {name}:register" for name in tests]
-    (found / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]), encoding="utf-8")
-    return folder
+    return write_entry_points(directory, "sglang.srt.plugins", {name: f"{name}:register" for name in tests})
 
 
 def token_bytes(model: TinyModel) -> int:

@@ -178,7 +178,9 @@ def test_a_prompt_that_only_decode_gets_is_given_up_after_sglangs_limit(scene: S
 
 
 @pytest.mark.parametrize("room", [0, -1])
-def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(scene: Scene, alone: Oracle, room: int) -> None:
+def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(
+    scene: Scene, alone: Oracle, room: int
+) -> None:
     content = body(PROMPT, NEW_TOKENS, **scene.routed(room=room))
     with ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(engine.post, content) for engine in scene.engines.values()]

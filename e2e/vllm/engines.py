@@ -23,6 +23,7 @@ from longshore_cli.metrics_page import MetricsPage
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+OUR_PATHS = (ROOT / "engines", ROOT / "client", ROOT / "wire", FOLDER)
 # The first import of vLLM takes 10 s of an idle core, and minutes on a cold and busy disk.
 READY_LIMIT_S = 290.0
 # The first forward pass of an engine takes seconds, or tens of seconds with many processes on few cores.
@@ -112,9 +113,7 @@ class EngineOptions:
             **places,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
-            "PYTHONPATH": os.pathsep.join(
-                str(path) for path in (ROOT / "engines", ROOT / "client", ROOT / "wire", FOLDER)
-            ),
+            "PYTHONPATH": os.pathsep.join(map(str, OUR_PATHS)),
             **self.environment,
         }
 

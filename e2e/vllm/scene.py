@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from controlplane.ports import free_port
 from controlplane.waiting import until
-from engines import BLOCK_TOKENS, Engine, EngineOptions, Nursery, Prompt, tokens_of
+from engines import BLOCK_TOKENS, OUR_PATHS, Engine, EngineOptions, Nursery, Prompt, tokens_of
+from nurseries import write_entry_points
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgent, make_keys
@@ -53,6 +54,7 @@ class Side:
     block_tokens: int = BLOCK_TOKENS
     extra: Sequence[str] = ()
     pages: str = "opaque"
+    connectors: Sequence[str] = ()  # of a MultiConnector, by their names; empty: there is none
 
 
 class Scene:
@@ -87,6 +89,7 @@ class Scene:
             make_keys(keys)
         self.agents: dict[str, LocalAgent] = {}
         self.engines: dict[str, Engine] = {}
+        plugins = write_entry_points(self._directory, "vllm.general_plugins")
         for side in sides:
             settings: dict[str, str | int | float] = {
                 "deployment": "e2e/engines",
@@ -115,10 +118,30 @@ class Scene:
                 },
             }
             environment = {"E2E_VLLM_ZERO": str(self.zero), "E2E_VLLM_HOLD": str(self.hold)}
+            if side.connectors:
+                transfer = self._several(side, transfer)
+                environment["PYTHONPATH"] = os.pathsep.join(map(str, [plugins, *OUR_PATHS]))
             options = EngineOptions(
                 side.name, model, side.tp, transfer, environment, side.block_tokens, tuple(side.extra)
             )
             self.engines[side.name] = Engine(nursery, options)
+
+    def disk(self, name: str) -> Path:
+        """Return where a side's ExampleConnector keeps KV."""
+        return self._directory / f"disk-{name}"
+
+    def _several(self, side: Side, transfer: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of a MultiConnector of our connector and others, in the side's order."""
+        common = {name: transfer[name] for name in ("kv_role", "engine_id", "kv_load_failure_policy")}
+        extra = {
+            "LongshoreConnector": transfer["kv_connector_extra_config"],
+            "ExampleConnector": {"shared_storage_path": str(self.disk(side.name))},
+        }
+        children = [
+            {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra[name]}
+            for name in side.connectors
+        ]
+        return {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": children}}
 
     def open_rooms(self) -> float:
         """Return the number of open halves of rooms at the agents."""

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from longshore_client.errors import ClientClosed, WaitTimeout
+from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
 from longshore_engines.handover import Offer, Order, Prompt, token_content
 from longshore_engines.requests import RequestBook
@@ -187,6 +187,11 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Take the roles and the endpoint from the workers' registrations."""
         assert self._book is not None
         for handshake in metadata.values():
+            if not isinstance(handshake, RankHandshake):
+                raise ArgumentError(
+                    f"vLLM's MultiConnector passes on a {type(handshake).__name__} of another connector: name LongshoreConnector "
+                    "before the connectors that also hand KV to other engines"
+                )
             self._book.introduced(handshake.roles, handshake.content)
             self._book.heard(handshake.endpoint, time.monotonic())
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 OURS = ("longshore_engines.vllm", "longshore_engines.vllm_stats")
 
@@ -64,9 +65,18 @@ class Layer:
         return SimpleNamespace(get_name=lambda: "CPU_ATTN")
 
 
+class Factory:
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_connector(cls, name, module, kind):
+        cls.registered[name] = module, kind
+
+
 CONTENT = {
     "vllm": {},
     "vllm.config": {"get_layers_from_vllm_config": lambda config, kind, names: dict.fromkeys(names, Layer())},
+    "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": Connector,
         "KVConnectorHandshakeMetadata": object,

@@ -11,10 +11,11 @@ import torch
 from fake_agent import FakeAgent
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from scene import DONE, RELEASED, event
-from stand_in_vllm import Role, Status, installed
+from stand_in_vllm import Factory, Role, Status, installed
 
 from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_engines.handover import ROOM, handover_of, parameters_for_decode
+from longshore_engines.vllm_plugin import register
 from longshore_wire.engine_messages import (
     Ask,
     Cancel,
@@ -321,6 +322,19 @@ def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
     assert page.get_sample_value("vllm:longshore_load_bytes_sum", {"engine": "0"}) == 12288
     assert page.get_sample_value("vllm:longshore_load_time_seconds_count", {"engine": "0"}) == 2
     assert page.get_sample_value("vllm:longshore_failed_loads_total", {"engine": "0"}) == 1
+
+
+def test_the_plug_in_registers_the_name_that_vllm_looks_up(module):
+    register()
+    (found,) = Factory.registered.items()
+    assert found == ("LongshoreConnector", (module.__name__, module.LongshoreConnector.__name__))
+
+
+def test_the_handshake_of_another_connector_is_refused_with_the_order_that_works(module, tmp_path):
+    engine = Engine(module, tmp_path, "second")
+    with pytest.raises(ArgumentError, match="name LongshoreConnector before the connectors"):
+        engine.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    engine.stop()
 
 
 def test_another_vllm_is_refused_when_the_connector_is_loaded():
