@@ -188,6 +188,28 @@ def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(
     check_next_request(scene, alone)
 
 
+def test_a_request_for_two_answers_is_refused_by_name_at_both_sides(scene: Scene, alone: Oracle) -> None:
+    content = body(PROMPT, NEW_TOKENS, **scene.routed())
+    content["sampling_params"]["n"] = 2
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(engine.post, content) for engine in scene.engines.values()]
+        assert all("n is 2" in reason_of(answer) for answer in answers)
+    check_next_request(scene, alone)
+
+
+def test_a_decode_request_of_another_prompt_of_equal_length_gets_nothing_of_the_room(
+    scene: Scene, alone: Oracle
+) -> None:
+    place, other = scene.routed(), random_prompt(900, len(PROMPT))
+    with ThreadPoolExecutor(2) as threads:
+        requests = ((scene.prefill, PROMPT), (scene.decode, other))
+        answers = [threads.submit(engine.post, body(prompt, NEW_TOKENS, **place)) for engine, prompt in requests]
+        assert all("PROMPT_MISMATCH" in reason_of(answer) for answer in answers)
+    check_next_request(scene, alone)
+    # The other prompt's KV is not in decode's radix cache under this one's tokens.
+    assert scene.ask(PROMPT, NEW_TOKENS)["output_ids"] == alone(PROMPT)
+
+
 def test_a_number_of_a_prompt_that_is_used_again_moves_the_new_prompt(scene: Scene, alone: Oracle) -> None:
     for prompt in (PROMPT, OTHER):
         content = body(prompt, NEW_TOKENS, **scene.routed(room=77))

@@ -14,17 +14,21 @@ from typing import Any
 
 import engines as vllm_engines
 import httpx
+import msgspec
 import pytest
 import scene as vllm_scene
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 from sglang_engines import REQUEST_LIMIT_S, ROOT, Nursery, Prompt
-from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, Oracle
+from sglang_engines import body as sglang_body
+from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, Oracle, random_prompt
 from sglang_scene import END_LIMIT_S, Scene, Side, tokens_in_use
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import make_keys
+from longshore_engines.handover import KEY, Handover, handover_of, packed_handover
+from longshore_wire.bindings import Binding
 
 VLLM_VENV_VARIABLE = "E2E_VLLM_VENV"
 TO_SGLANG, TO_VLLM = "vllm-to-sglang", "sglang-to-vllm"
@@ -190,6 +194,29 @@ def test_a_prompt_of_vllm_that_sglang_would_let_prefill_compute_again_ends_with_
             list(lines)
     text = "could not resolve the prefill /generate URL"
     until(lambda: text in decode.log_path.read_text(encoding="utf-8", errors="replace"), "decode's log has the reason")
+    check_nothing_is_lent(pair)
+
+
+def test_a_forged_handover_costs_its_sender_his_request_and_the_room_goes_to_its_own(pair: Pair, alone: Oracle) -> None:
+    if pair.direction == TO_VLLM:
+        pytest.skip("vLLM's own tests forge handovers to it")
+    prompt, decode = PROMPTS[-1], pair.sglang.decode
+    told = vllm_scene.prefill(pair.vllm.engines["vllm"], prompt)
+    right = handover_of(told)
+    forged = msgspec.structs.replace(right, binding=Binding(right.binding.prompt, bytes(16)))
+    place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9, "bootstrap_room": 4711}
+
+    def ask(handover: Handover, room: int, wanted: Prompt) -> Any:
+        parameters = {KEY: packed_handover(handover), "first_token": alone(prompt)[0]}
+        content = sglang_body(wanted, NEW_TOKENS, **place | {"bootstrap_room": room})
+        content["sampling_params"]["custom_params"] = parameters
+        return decode.post(content)
+
+    with pytest.raises(httpx.HTTPStatusError, match="does not show the capability"):
+        ask(forged, 4711, prompt)
+    with pytest.raises(httpx.HTTPStatusError, match="the handover is of another prompt"):
+        ask(right, 4712, random_prompt(900, len(prompt)))
+    assert ask(right, 4713, prompt)["output_ids"] == alone(prompt)
     check_nothing_is_lent(pair)
 
 

@@ -45,7 +45,7 @@ def register() -> None:
     TransferBackend._missing_ = classmethod(_backend)
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
     of_version = {
-        V0_5_16: ((_sender_made, after), (_aborted, before)),
+        V0_5_16: ((_aborted, before),),
         V0_5_23: ((_release_waits, after),),
     }
     hooks = (
@@ -54,6 +54,7 @@ def register() -> None:
         (_shared, after),
         (_decode_begins, before),
         (_receiver_made, after),
+        (_sender_made, after),
         *of_version[sglang_version],
     )
     for path, (hook, kind) in zip((*HOOKED, *HOOKED_BY_VERSION[sglang_version]), hooks, strict=True):
@@ -113,9 +114,11 @@ def _receiver_made(decode_req: Any, queue: Any, *_arguments: Any, **_named: Any)
 
 
 def _sender_made(made: Any, queue: Any, request: Any, *_arguments: Any, **_named: Any) -> None:
-    """Tell a sender the length of its prompt, of which SGLang 0.5.16 tells it the number of pages."""
-    if made and queue.transfer_backend.value == BACKEND:
-        request.disagg_kv_sender.prompt_tokens = len(request.origin_input_ids)
+    """Tell a sender of its request, of which SGLang tells it the room and the number of pages."""
+    # SGLang makes its own senders for requests with which it tests its health.
+    tell = getattr(request.disagg_kv_sender, "told", None)
+    if made and queue.transfer_backend.value == BACKEND and tell is not None:
+        tell(request)
 
 
 def _aborted(scheduler: Any, abort: Any, *_arguments: Any, **_named: Any) -> None:

@@ -21,14 +21,12 @@ HOOKED = (
     "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._create_receiver_and_enqueue",
+    "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender",
 )
-# And more of each version. 0.5.16 does not tell senders the tokens of a chunk, and not that their waiting prompt was aborted.
+# And more of each version. 0.5.16 does not tell senders that their waiting prompt was aborted.
 HOOKED_BY_VERSION = {
     V0_5_23: ("sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",),
-    V0_5_16: (
-        "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender",
-        "sglang.srt.managers.scheduler:Scheduler.abort_request",
-    ),
+    V0_5_16: ("sglang.srt.managers.scheduler:Scheduler.abort_request",),
 }
 _FLAG = "--disaggregation-transfer-backend"
 # SGLang allocates its metadata on the GPU if this is set.

@@ -16,8 +16,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
-from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, room_fault
+from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, answers_fault, digest_of, room_fault
 from longshore_engines.sglang_versions import ReceiverBase
+from longshore_wire.bindings import Binding
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
@@ -88,10 +89,12 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self._handed: HandedOver | None = None
         self._buffers: Any = None
         self._prompt_length: Callable[[], int] = int
+        self._digest = b""
 
     def told(self, request: Any, buffers: Any, prompt_length: Callable[[], int]) -> None:
         """Take a request, which may have a handover, SGLang's rows on first tokens, and how to get a prompt's length."""
-        self._prompt_length = prompt_length
+        self._prompt_length, self._digest = prompt_length, digest_of(request)
+        self.failure = answers_fault(request)
         parameters = request.sampling_params.custom_params
         if not isinstance(parameters, Mapping) or KEY not in parameters:
             return
@@ -159,7 +162,13 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
                 "on as token ids"
             )
             return
-        self._claim(handed.handover)
+        theirs = handed.handover.binding
+        if theirs.prompt and self._digest and theirs.prompt != self._digest:
+            self.failure = (
+                "the handover is of another prompt: let the router pass on what prefill answered for the same one"
+            )
+            return
+        self._claim(handed.handover, theirs.capability)
         buffers, row = self._buffers, self._aux_index
         for each in (buffers.cached_tokens, buffers.output_top_logprobs_val, buffers.output_top_logprobs_idx):
             each[row] = 0
@@ -169,7 +178,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         buffers.bootstrap_room[row, 0] = self.bootstrap_room
         self._has_first_token = True
 
-    def _claim(self, grant: Grant | Handover) -> None:
+    def _claim(self, grant: Grant | Handover, capability: bytes = b"") -> None:
         if self.half is not None or self.failure:
             return
         manager = self.kv_mgr
@@ -181,7 +190,12 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
             return
         try:
             self.half = manager.halves.claim(
-                grant.room, grant.endpoint, self._pages, self._first_token, self.prompt_tokens
+                grant.room,
+                grant.endpoint,
+                self._pages,
+                self._first_token,
+                self.prompt_tokens,
+                binding=Binding(self._digest, capability),
             )
         except ArgumentError as error:
             self.failure = str(error)

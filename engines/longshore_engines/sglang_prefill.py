@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from longshore_client.errors import ArgumentError
+from longshore_engines.handover import Prompt
 from longshore_engines.sglang_versions import SenderBase
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
@@ -38,6 +41,34 @@ def room_fault(bootstrap_room: int | None) -> str:
     return f"bootstrap_room is {bootstrap_room}{meaning}: let the router draw numbers from 1 to 2**63 - 1"
 
 
+def digest_of(request: Any) -> bytes:
+    """Return the digest of a request's prompt, see `handover.Prompt`; empty: it has none.
+
+    Of adapters and images SGLang has names that other engines do not know, and a prompt that decode dropped is computed again
+    with what was generated.
+    """
+    named = (request.lora_id, request.multimodal_inputs, request.input_embeds)
+    if any(each is not None for each in named) or getattr(request, "pd_rebootstrap_in_progress", False):
+        return b""
+    ids, salt = request.origin_input_ids, f"{getattr(request, 'cache_salt', None) or ''}{request.extra_key or ''}"
+    try:
+        return Prompt(len(ids), ids, salt=salt).digest(len(ids))
+    except ArgumentError:
+        # An id that is none of a vocabulary.
+        return b""
+
+
+def answers_fault(request: Any) -> str:
+    """Return why a request for several answers cannot be moved; empty: it is for one.
+
+    SGLang makes a request of each answer, and gives all of them one bootstrap_room.
+    """
+    count = getattr(request.sampling_params, "n", 1)
+    if count == 1:
+        return ""
+    return f"n is {count}, and a bootstrap_room is for one answer: send a request with a room of its own for each"
+
+
 class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not installed where types are checked
     """One prompt at one prefill rank. It is offered without waiting for decode.
 
@@ -61,6 +92,7 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self.half: OpenHalf | None = None
         self.failure = room_fault(bootstrap_room)
+        self._binding = UNBOUND
         self._first_token = 0
         self._is_complete = False
         self._failed_s: float | None = None
@@ -69,6 +101,12 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
             mgr.senders[self.room] = self
         mgr.post(replies)
         mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)
+
+    def told(self, request: Any) -> None:
+        """Take the request, before anything is computed for it."""
+        self.prompt_tokens = len(request.origin_input_ids)
+        self.failure = self.failure or answers_fault(request)
+        self._binding = Binding(digest_of(request), b"")
 
     def send(
         self,
@@ -100,6 +138,7 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
             first,
             self._first_token,
             last=self._is_complete,
+            binding=self._binding,
             fence=self._fence(),
             half=self.half,
         )

@@ -33,7 +33,8 @@ from stand_in_sglang import (
 from longshore_client import Endpoint, Half, Reason
 from longshore_engines import sglang_pools
 from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
-from longshore_engines.handover import packed_handover
+from longshore_engines.handover import Prompt, packed_handover
+from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, Receive, RegisterPool
 
 ROWS = (b"12345678", b"abcd")
@@ -132,7 +133,21 @@ def prefill(make):
     return engine
 
 
-REQUEST = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))
+def request_of(*, parameters=None, n=1, ids=range(6), **changed):
+    plain = {
+        "sampling_params": SimpleNamespace(custom_params=parameters, n=n),
+        "origin_input_ids": list(ids),
+        "lora_id": None,
+        "multimodal_inputs": None,
+        "input_embeds": None,
+        "extra_key": None,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**plain | changed)
+
+
+REQUEST = request_of()
+DIGEST = Prompt(6, range(6)).digest(6)
 
 
 def told(receiver, request, rows=None):
@@ -304,8 +319,8 @@ def test_a_prefill_that_cannot_serve_fails_its_requests_and_not_the_engine(decod
 def handed(engine, rows, *, handover=HANDOVER, wants_logprobs=False, top_logprobs=0, **changed):
     """Return a receiver whose request has a handover, after SGLang gave it pages."""
     parameters = {"longshore": packed_handover(handover), "first_token": 40, **changed}
-    request = SimpleNamespace(
-        sampling_params=SimpleNamespace(custom_params=parameters),
+    request = request_of(
+        parameters=parameters,
         return_logprob=wants_logprobs,
         logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
     )
@@ -316,6 +331,66 @@ def handed(engine, rows, *, handover=HANDOVER, wants_logprobs=False, top_logprob
     if receiver.poll() == KVPoll.WaitingForInput:
         receiver.send_metadata(np.array([2, 3]), 1, None, decode_prefix_len=0)
     return receiver
+
+
+@pytest.mark.parametrize("prompt", [DIGEST, b""])
+def test_a_handover_is_claimed_with_its_capability_and_the_digest_of_the_prompt_here(decode, prompt):
+    handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=Binding(prompt, b"capability")))
+    (claim,) = decode.heard(Receive)
+    assert claim.binding == Binding(DIGEST, b"capability")
+
+
+def test_a_handover_of_another_prompt_fails_before_its_room_is_claimed(decode):
+    other = Binding(Prompt(6, range(1, 7)).digest(6), b"capability")
+    receiver = handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=other))
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="the handover is of another prompt"):
+        receiver.failure_exception()
+    assert decode.agent.of(Receive) == []
+
+
+def test_both_sides_state_the_digest_of_the_prompt(prefill, decode):
+    sender = sender_of(prefill)
+    sender.told(REQUEST)
+    sender.send(np.array([1, 2]), None, 6)
+    (offer,) = prefill.heard(Offer)
+    assert offer.binding == Binding(DIGEST, b"")
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    (claim,) = decode.heard(Receive)
+    assert claim.binding == offer.binding
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"lora_id": "a"}, {"multimodal_inputs": object()}, {"input_embeds": []}, {"pd_rebootstrap_in_progress": True}],
+)
+def test_a_prompt_of_which_the_other_engine_knows_other_names_has_no_digest(prefill, changed):
+    sender = sender_of(prefill)
+    sender.told(request_of(**changed))
+    sender.send(np.array([1, 2]), None, 6)
+    assert [offer.binding for offer in prefill.heard(Offer)] == [UNBOUND]
+
+
+def test_prompts_of_equal_tokens_and_another_salt_have_another_digest(prefill):
+    module = importlib.import_module("longshore_engines.sglang_prefill")
+    found = {module.digest_of(request_of(**each)) for each in ({}, {"cache_salt": "a"}, {"extra_key": "b"})}
+    assert len(found) == 3 and b"" not in found
+
+
+def test_a_request_for_several_answers_fails_at_both_sides_before_anything_is_computed(prefill, decode):
+    sender = sender_of(prefill)
+    sender.told(request_of(n=2))
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="n is 2"):
+        sender.failure_exception()
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(decode.manager, "10.0.0.1:8998", ROOM)
+    told(receiver, request_of(n=2))
+    receiver.init(0)
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="n is 2"):
+        receiver.failure_exception()
 
 
 def test_a_handover_in_the_request_is_claimed_without_asking_prefill_and_has_the_first_token(decode):
@@ -449,7 +524,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
         assert fake.WORLD["choices"] == ["longshore"]
-        assert len(fake.Hooks.registered) == 6
+        assert len(fake.Hooks.registered) == 7
         assert fake.Backend("longshore").value == "longshore"
         with pytest.raises(ValueError, match="unknown"):
             fake.Backend("unknown")

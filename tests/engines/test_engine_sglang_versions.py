@@ -26,7 +26,7 @@ def make(tmp_path, monkeypatch):
         yield made
 
 
-def test_a_hook_tells_senders_the_length_of_their_prompts():
+def test_a_hook_tells_senders_of_their_requests():
     with installed(OLD):
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
@@ -34,14 +34,17 @@ def test_a_hook_tells_senders_the_length_of_their_prompts():
             ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", plugin._sender_made),
             ("sglang.srt.managers.scheduler.Scheduler.abort_request", plugin._aborted),
         ]
-        request = SimpleNamespace(origin_input_ids=[1, 2, 3], disagg_kv_sender=SimpleNamespace())
+        told = []
+        request = SimpleNamespace(disagg_kv_sender=SimpleNamespace(told=told.append))
         queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL)
         plugin._sender_made(True, queue, request, 2)
         queue.transfer_backend = fake.Backend("longshore")
         plugin._sender_made(False, queue, request, 2)
-        assert vars(request.disagg_kv_sender) == {}
+        assert told == []
         plugin._sender_made(True, queue, request, 2)
-        assert request.disagg_kv_sender.prompt_tokens == 3
+        assert told == [request]
+        # SGLang's own senders, of requests with which it tests its health, are not told.
+        plugin._sender_made(True, queue, SimpleNamespace(disagg_kv_sender=object()), 2)
 
 
 @pytest.mark.parametrize(("mode", "told"), [("prefill", ["r-1"]), ("decode", [])])

@@ -374,37 +374,24 @@ class Ended:
 N = TypeVar("N")
 
 
-class Notes(Generic[N]):
-    """What peers have said of rooms that are not open here. They are kept for a time; above a limit the oldest are dropped."""
+class Notes(OrderedDict[RoomKey, dict[PeerId, tuple[N, int]]], Generic[N]):
+    """What peers have said of rooms that are not open here, and until when each note is kept; the oldest first."""
 
-    def __init__(self, rooms_max: int) -> None:
-        self._rooms_max = rooms_max
-        self._notes: OrderedDict[RoomKey, dict[PeerId, tuple[N, int]]] = OrderedDict()
+    def put(self, key: RoomKey, peer: PeerId, note: N, until_ns: int, rooms_max: int) -> None:
+        """Record a peer's note on a room, in place of its last one. Drop the oldest ones above `rooms_max`."""
+        self.setdefault(key, {})[peer] = note, until_ns
+        self.move_to_end(key)
+        while len(self) > rooms_max:
+            self.popitem(last=False)
 
-    def __len__(self) -> int:
-        return len(self._notes)
-
-    def put(self, key: RoomKey, peer: PeerId, note: N, until_ns: int) -> None:
-        """Record a peer's note on a room, in place of its last one."""
-        self._notes.setdefault(key, {})[peer] = note, until_ns
-        self._notes.move_to_end(key)
-        while len(self._notes) > self._rooms_max:
-            self._notes.popitem(last=False)
-
-    def take(self, key: RoomKey) -> list[tuple[PeerId, N]]:
-        """Remove and return all notes on a room."""
-        found = self._notes.pop(key, None)
-        return [] if found is None else [(peer, note) for peer, (note, _) in found.items()]
-
-    def due_ns(self) -> int | None:
-        """Return when the oldest notes end; None: there are none."""
-        oldest = next(iter(self._notes.values()), None)
-        return None if oldest is None else max(until_ns for _, until_ns in oldest.values())
+    def due_ns(self) -> int:
+        """Return when the oldest notes end."""
+        return max(until_ns for _, until_ns in next(iter(self.values())).values())
 
     def forget(self, now_ns: int) -> None:
         """Drop the notes whose time is over."""
-        while (due_ns := self.due_ns()) is not None and due_ns <= now_ns:
-            self._notes.popitem(last=False)
+        while self and self.due_ns() <= now_ns:
+            self.popitem(last=False)
 
 
 R = TypeVar("R", SourceRoom, TargetRoom)

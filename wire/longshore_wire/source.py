@@ -82,8 +82,8 @@ class SourceSession:
         self._send, self._effect, self._stale, self._name = links.send, links.emit, links.stale, links.name
         self._progress, self._repeat_later = self.table.progress, self.table.repeat_later
         # They are no open rooms: a request that decode refuses must not use a place of another one.
-        self._completed: Notes[Completed] = Notes(config.ended_rooms_max)
-        self._asks: Notes[Ask] = Notes(config.ended_rooms_max)
+        self._completed: Notes[Completed] = Notes()
+        self._asks: Notes[Ask] = Notes()
         self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
         # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
@@ -179,8 +179,11 @@ class SourceSession:
 
     def next_due_ns(self) -> int | None:
         """Return when `tick` must be called at the latest, or None."""
-        dues_ns = (self.table.next_due_ns(), self._completed.due_ns(), self._asks.due_ns())
-        return min((due_ns for due_ns in dues_ns if due_ns is not None), default=None)
+        due_ns = self.table.next_due_ns()
+        for notes in (self._completed, self._asks):
+            if notes:
+                due_ns = notes.due_ns() if due_ns is None else min(due_ns, notes.due_ns())
+        return due_ns
 
     def tick(self, now_ns: int) -> None:
         """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
@@ -191,8 +194,9 @@ class SourceSession:
         for key, reason, text in self.table.expired(now_ns):
             self.cancel(key, reason, text, now_ns)
         self.table.forget(now_ns)
-        self._completed.forget(now_ns)
-        self._asks.forget(now_ns)
+        for notes in (self._completed, self._asks):
+            if notes:
+                notes.forget(now_ns)
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
@@ -201,8 +205,8 @@ class SourceSession:
 
     def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
         """Record how a room ended. It needs no note any more."""
-        self._completed.take(key)
-        self._asks.take(key)
+        self._completed.pop(key, None)
+        self._asks.pop(key, None)
         self.table.remember(key, reason, text, now_ns)
 
     # -- lanes -----------------------------------------------------------------------------------------------------
@@ -398,14 +402,14 @@ class SourceSession:
             self._send(link.peer, Abort(ask.pair, room.reason, room.text))
         elif room is None or room.first_token < 0:
             # A target repeats its ask, so that one that is dropped is noted again.
-            self._asks.put(key, link.peer, ask, self.table.remembered_until_ns(now_ns))
+            self._asks.put(key, link.peer, ask, self.table.remembered_until_ns(now_ns), self.config.ended_rooms_max)
         elif ask.binding.capability != room.binding.capability:
             self._turn_away(key, link, ask.pair)
         else:
             self._send(link.peer, Offered(ask.pair))
 
     def _answer_asks(self, room: SourceRoom, now_ns: int) -> None:
-        for peer, ask in self._asks.take(room.key):
+        for peer, (ask, _) in self._asks.pop(room.key, {}).items():
             link = self.peers.get(peer)
             if link is not None and link.attach is not None and link.epoch == ask.pair.target_epoch:
                 self._on_ask(link, ask, now_ns)
@@ -634,7 +638,8 @@ class SourceSession:
         room = self.rooms.get(key)
         if room is None:
             # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
-            self._completed.put(key, peer, completed, self.table.remembered_until_ns(now_ns))
+            until_ns = self.table.remembered_until_ns(now_ns)
+            self._completed.put(key, peer, completed, until_ns, self.config.ended_rooms_max)
         elif not room.failed:
             self._open_complete(room, peer, completed)
             self._progress(room, now_ns)
@@ -656,7 +661,7 @@ class SourceSession:
 
     def _add_completed(self, room: SourceRoom) -> None:
         """Add to an offered room the pairs that targets have already completed."""
-        for peer, completed in self._completed.take(room.key):
+        for peer, (completed, _) in self._completed.pop(room.key, {}).items():
             self._open_complete(room, peer, completed)
 
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
