@@ -184,7 +184,8 @@ def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(
     content = body(PROMPT, NEW_TOKENS, **scene.routed(room=room))
     with ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(engine.post, content) for engine in scene.engines.values()]
-        assert all(f"bootstrap_room is {room}" in reason_of(answer) for answer in answers)
+        reasons = [reason_of(answer) for answer in answers]
+    assert all(f"bootstrap_room is {room}" in reason for reason in reasons), reasons
     check_next_request(scene, alone)
 
 

@@ -104,6 +104,9 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
 
     def told(self, request: Any) -> None:
         """Take the request, before anything is computed for it."""
+        if self.failure:
+            # With pipeline stages SGLang computes it nevertheless, and writes the number to its metadata, which cannot hold it.
+            request.bootstrap_room = 0
         self.prompt_tokens = len(request.origin_input_ids)
         self.failure = self.failure or answers_fault(request)
         self._binding = Binding(digest_of(request), b"")

@@ -378,6 +378,17 @@ def test_prompts_of_equal_tokens_and_another_salt_have_another_digest(prefill):
     assert len(found) == 3 and b"" not in found
 
 
+@pytest.mark.parametrize("room", [0, -1, 2**64])
+def test_a_room_that_sglang_cannot_keep_fails_its_request_and_reaches_no_tensor_of_sglangs(prefill, room):
+    module = importlib.import_module("longshore_engines.sglang_prefill")
+    sender = module.LongshoreSender(prefill.manager, "10.0.0.1:8998", room)
+    request = request_of(bootstrap_room=room)
+    sender.told(request)
+    assert (sender.poll(), request.bootstrap_room) == (KVPoll.Failed, 0)
+    with pytest.raises(fake.TransferError, match=f"bootstrap_room is {room}"):
+        sender.failure_exception()
+
+
 def test_a_request_for_several_answers_fails_at_both_sides_before_anything_is_computed(prefill, decode):
     sender = sender_of(prefill)
     sender.told(request_of(n=2))

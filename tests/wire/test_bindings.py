@@ -137,6 +137,32 @@ def test_a_claim_without_the_capability_gets_no_byte_and_the_room_goes_to_its_ow
     assert {pair.peer.instance for pair in scene.ended["prefill"].pairs} == {"owner"}
 
 
+def test_a_claim_without_the_capability_spoils_no_later_one_at_the_same_rank() -> None:
+    scene = Scene.of()
+    scene.offer()
+    scene.claim("owner", WRONG)
+    scene.wait(8)
+    assert scene.reasons() == {"owner": Reason.AUTHENTICATION}
+    with pytest.raises(RoomError, match="has failed already"):
+        scene.claim("owner", WRONG)
+    scene.claim("owner", RIGHT)
+    scene.wait(8)
+    assert scene.reasons() == {"owner": Reason.NONE, "prefill": Reason.NONE}
+
+
+def test_a_late_word_of_a_claim_without_the_capability_ends_no_later_one_at_the_same_rank() -> None:
+    scene = Scene.of()
+    scene.offer(tokens=(0, 32))
+    scene.claim("owner", WRONG)
+    scene.wait(8)
+    scene.claim("owner", RIGHT)
+    key = PairKey(KEY, 0, 0, 7, 9, "owner")
+    scene.source.receive(PeerId("owner", 0, 0), Abort(key, Reason.AUTHENTICATION, "late", 1, WRONG), scene.now_ns)
+    scene.offer(tokens=(32, 60))
+    scene.wait(8)
+    assert scene.reasons() == {"owner": Reason.NONE, "prefill": Reason.NONE}
+
+
 def test_a_thief_who_cancels_his_claim_ends_nobodys_room() -> None:
     scene = Scene.of()
     scene.offer()

@@ -588,6 +588,10 @@ class SourceSession:
             self._parts.drop((abort.pair.key, peer))
             self._give_up_unclaimed(peer, abort, now_ns)
             return
+        if pair.binding.capability != abort.binding.capability:
+            # It is of a claim without the capability, at the rank that has claimed the room with it since.
+            self._send(peer, EndAck(abort.pair))
+            return
         # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
         self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)

@@ -133,6 +133,9 @@ class TargetSession:
         """Return a room and its pairs. Raises RoomError, LayoutError, RingError: see `claim`."""
         key = wanted.key
         ended, asked = self.ended.get(key), self.rooms.get(key)
+        if ended is not None and ended.reason is Reason.AUTHENTICATION and key not in self.rooms:
+            # Whoever claimed it before did not show the capability that this request may have.
+            ended = None if ended.binding.capability != wanted.binding.capability else ended
         if ended is not None and ended.reason is not Reason.NONE and (asked is None or asked.is_asked):
             raise RoomError(f"room {room_name(key.room)} has failed already: {ended.text}", reason=ended.reason)
         if ended is not None or (asked is not None and not (asked.is_asked and asked.unfinished)):
