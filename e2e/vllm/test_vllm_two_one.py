@@ -25,6 +25,7 @@ from scene import Scene, Side, generate, prefill
 from tiny_model import TinyModel
 
 from longshore_engines.handover import handover_of, parameters_for_decode
+from longshore_wire.bindings import Binding
 
 WIDE, SINGLE = "wide", "single"
 DIRECTIONS = [
@@ -112,7 +113,7 @@ def test_of_a_prompt_whose_beginning_decode_has_only_the_rest_is_moved(
 
 
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
-def test_a_handover_of_another_prompt_costs_its_sender_the_request_and_nobody_else_anything(
+def test_a_handover_that_is_forged_or_of_another_prompt_costs_its_sender_the_request_and_nobody_else_anything(
     scene: Scene, alone: Oracle, source: str, target: str
 ) -> None:
     first, decode = PROMPTS[-2], scene.engines[target]
@@ -123,9 +124,14 @@ def test_a_handover_of_another_prompt_costs_its_sender_the_request_and_nobody_el
     found = handover_of(handed)
     ranks = tuple(msgspec.structs.replace(each, address="slow.attacker.example:443") for each in found.endpoint.ranks)
     elsewhere = msgspec.structs.replace(found, endpoint=msgspec.structs.replace(found.endpoint, ranks=ranks))
-    for forged in (handed, parameters_for_decode(elsewhere)):
+    without = msgspec.structs.replace(found, binding=Binding(found.binding.prompt, bytes(16)))
+    for prompt, forged in (
+        (second, handed),
+        (second, parameters_for_decode(elsewhere)),
+        (first, parameters_for_decode(without)),
+    ):
         with pytest.raises(httpx.HTTPStatusError) as caught:
-            decode.complete(second, NEW_TOKENS, forged)
+            decode.complete(prompt, NEW_TOKENS, forged)
         assert caught.value.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
     # Nothing of the first prompt is in the prefix cache, and its own request still gets its KV.
     assert tokens_of(decode.complete(second, NEW_TOKENS)) == expected
