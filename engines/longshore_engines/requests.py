@@ -51,12 +51,13 @@ _FOREIGN_MAX = 1024
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that decode wants. Its first `offered` tokens are offered as `room`."""
+    """A prompt that decode wants. Its first `offered` tokens are offered as `room`, which a rank may have lost since."""
 
     room: int
     tokens: int
     binding: Binding
     offered: int = 0
+    is_lost: bool = False
 
 
 class RequestBook:
@@ -276,6 +277,12 @@ class RequestBook:
         self._asked_s.pop(request_id, None)
         self._answered.discard(request_id)
 
+    def lost(self, rooms: Collection[int]) -> None:
+        """Record that rooms of prompts have failed, so that these are not handed out."""
+        if rooms:
+            for prompt in self._prompts.values():
+                prompt.is_lost = prompt.is_lost or prompt.room in rooms
+
     def received(self, request_ids: Collection[str]) -> None:
         """Record that every rank has reported the end of these requests' claims."""
         self._loading.difference_update(request_ids)
@@ -321,7 +328,9 @@ class RequestBook:
         if not prompt.offered:
             return False, None
         told: dict[str, Any] | None = None
-        if complete and prompt.offered == prompt.tokens:
+        if prompt.is_lost:
+            _log.warning("request %s is not handed out: its room has failed", request_id)
+        elif complete and prompt.offered == prompt.tokens:
             endpoint = self._present_endpoint(request_id)
             if endpoint is not None:
                 handover = Handover(

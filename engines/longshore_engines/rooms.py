@@ -41,6 +41,7 @@ class Ended:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)  # those of `received` whose pages lack the claimed tokens
+    lost: set[int] = field(default_factory=set)  # rooms of offers that have failed here
     answered: set[str] = field(default_factory=set)  # those that have asked, and can claim now or learn why not
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -251,6 +252,8 @@ class RankRooms:
             self._ended.answered.add(order.request_id)
         if request.reported:
             self._ended.sent.add(order.request_id)
+        elif isinstance(order, Offer) and failure:
+            self._ended.lost.add(order.room)
         if isinstance(order, Claim) and has_pages:
             self._ended.received.add(order.request_id)
             if failure:

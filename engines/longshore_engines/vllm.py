@@ -73,15 +73,22 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
         endpoint: if it has changed.
         away: a rank is away.
         answered: the requests whose asks are answered.
+        lost: the rooms of prompts that have failed.
     """
 
     endpoint: Endpoint | None
     away: bool
     answered: frozenset[str] = frozenset()
+    lost: frozenset[int] = frozenset()
 
     def aggregate(self, other: RankReport) -> RankReport:
         """Return both reports as one."""
-        return RankReport(other.endpoint or self.endpoint, self.away or other.away, self.answered | other.answered)
+        return RankReport(
+            other.endpoint or self.endpoint,
+            self.away or other.away,
+            self.answered | other.answered,
+            self.lost | other.lost,
+        )
 
 
 @dataclass
@@ -115,6 +122,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._on_device = False
         self._content = ""
         self._answered: set[str] = set()
+        self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             self._book = RequestBook(block_size, self._roles, recompute_after_s=self._setting.recompute_after_s)
@@ -181,6 +189,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         if report is not None:
             self._book.heard(report.endpoint, time.monotonic(), away=report.away)
             self._book.answered(report.answered)
+            self._book.lost(report.lost)
         self._book.received(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
@@ -260,6 +269,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         if self._rooms is not None:
             ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._get_connector_metadata().is_empty else 0.0)
             self._answered |= ended.answered
+            self._lost |= ended.lost
             for transfer in ended.transfers:
                 self._stats.add(transfer)
             results.finished_sending = ended.sent
@@ -271,17 +281,16 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Return this step's report on this rank's agent for the scheduler."""
         if self._client is None:
             return None
+        changed, away = None, False
         try:
             found = self._client.endpoint(0)
         except (WaitTimeout, ClientClosed):
-            return RankReport(None, away=True, answered=self._take_answered())
-        changed = found if found != self._endpoint else None
-        self._endpoint = found
-        return RankReport(changed, away=False, answered=self._take_answered())
-
-    def _take_answered(self) -> frozenset[str]:
-        found, self._answered = frozenset(self._answered), set()
-        return found
+            away = True
+        else:
+            changed, self._endpoint = found if found != self._endpoint else None, found
+        answered, self._answered = self._answered, set()
+        lost, self._lost = self._lost, set()
+        return RankReport(changed, away, frozenset(answered), frozenset(lost))
 
     def get_kv_connector_stats(self) -> LongshoreStats | None:
         """Return the counts since the last call."""

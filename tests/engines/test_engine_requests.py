@@ -134,6 +134,18 @@ def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earl
     assert decode.take_orders() == (Claim("d", 2**63 + 5, ENDPOINT, (12, 13), 32, 70, Binding(bound(9).prompt)),)
 
 
+def test_a_prompt_whose_offer_a_rank_has_lost_is_not_handed_out_and_its_other_ranks_give_it_up():
+    prefill = book()
+    prefill.allocated("p", {"do_remote_decode": True}, [7, 3, 5], 70, 0)
+    prefill.computed("p", [7, 3, 5], 40)
+    prefill.lost({8})
+    prefill.lost({9})
+    prefill.computed("p", [7, 3, 5], 70)
+    prefill.take_orders()
+    assert prefill.finished("p", {"do_remote_decode": True}, 70, complete=True) == (True, None)
+    assert prefill.take_orders() == (Withdraw("p"), ReportSent("p", 9))
+
+
 def at_once():
     """Return the parameters of a prompt that both sides get at once."""
     return {**handed_out(33), ROOM: 2**63 + 5}

@@ -31,12 +31,14 @@ class Scene:
         self.agent = FakeAgent(path, **agent)
         self.rooms = RankRooms(client_at(path), limit_s, lambda: self.now_s, asks=asks)
         self.sent, self.received, self.failed, self.answered, self.transfers = set(), set(), set(), set(), []
+        self.lost = set()
 
     def look(self):
         ended = self.rooms.poll()
         self.sent |= ended.sent
         self.received |= ended.received
         self.failed |= ended.failed
+        self.lost |= ended.lost
         self.answered |= ended.answered
         self.transfers += ended.transfers
 
@@ -102,6 +104,22 @@ def test_a_prompt_is_offered_chunk_by_chunk_and_reported_after_both_its_end_and_
     world.agent.say(event(RELEASED))
     world.look_until(lambda: world.rooms.open_count == 0)
     assert world.sent == set()
+    world.rooms.carry_out([REPORT])
+    world.look()
+    assert world.sent == {"p"}
+
+
+def test_a_refused_offer_is_reported_before_the_engine_hands_its_prompt_out(scene):
+    world = scene(
+        answer=lambda message: (
+            Refused(message.request, Reason.UNSUPPORTED, "no")
+            if isinstance(message, OfferMessage)
+            else accept_all(message)
+        )
+    )
+    world.rooms.carry_out([FIRST])
+    world.look_until(lambda: world.lost == {7})
+    assert (world.sent, world.rooms.open_count) == (set(), 0)
     world.rooms.carry_out([REPORT])
     world.look()
     assert world.sent == {"p"}
