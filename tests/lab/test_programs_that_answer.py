@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,20 @@ def test_what_a_library_prints_is_no_part_of_an_answer_and_is_seen_among_the_mes
     assert done.returncode == 0, done.stderr
     assert moved(msgspec.json.decode(done.stdout, type=kind))
     assert b"the clock is unstable" in done.stderr
+
+
+def test_self_tests_of_several_agents_at_once_log_no_error() -> None:
+    environment = os.environ | {"LONGSHORE_BACKEND": "NIXL", "LONGSHORE_BIND_HOST": "127.0.0.1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "longshore_agent.self_test"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    said = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0] * len(running), said
+    assert [errors for _, errors in said if "ERROR" in errors] == []
