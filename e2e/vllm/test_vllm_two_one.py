@@ -21,10 +21,10 @@ from prompts import (
     at_once,
     random_prompt,
 )
-from scene import Scene, Side, generate, prefill
+from scene import TRANSFER_LIMIT_S, Scene, Side, check_nothing_is_lent, generate, prefill
 from tiny_model import TinyModel
 
-from longshore_engines.handover import handover_of, parameters_for_decode
+from longshore_engines.handover import handover_of, packed_handover, parameters_for_decode
 from longshore_wire.bindings import Binding
 
 WIDE, SINGLE = "wide", "single"
@@ -138,6 +138,21 @@ def test_a_handover_that_is_forged_or_of_another_prompt_costs_its_sender_the_req
     taken = external_tokens(scene, target)
     assert tokens_of(decode.complete(first, NEW_TOKENS, handed)) == alone(first)
     assert external_tokens(scene, target) - taken == len(first)
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_a_prompt_that_its_router_gives_back_is_no_longer_lent(scene: Scene, source: str, target: str) -> None:
+    engine, prompt = scene.engines[source], PROMPTS[-1]
+    handed = prefill(engine, prompt)
+    other = msgspec.structs.replace(handover_of(handed), binding=Binding(b"", bytes(16)))
+    engine.complete(PROMPTS[0], 1, {"longshore_release": packed_handover(other)})
+    assert scene.open_rooms() > 0
+    engine.complete(PROMPTS[0], 1, {"longshore_release": handed["longshore"]})
+    # Long before the time limit of a transfer.
+    check_nothing_is_lent(scene, TRANSFER_LIMIT_S / 2)
+    with pytest.raises(httpx.HTTPStatusError):
+        scene.engines[target].complete(prompt, NEW_TOKENS, handed)
+    check_nothing_is_lent(scene, TRANSFER_LIMIT_S / 2)
 
 
 def test_prefixes_are_forgotten_once_every_block_lent_is_back(scene: Scene) -> None:

@@ -32,6 +32,8 @@ KEY = "longshore"
 ROOM = "longshore_room"
 # The key of a short text that changes when decode can no longer use a handover of an earlier prompt.
 LIFE = "longshore_life"
+# The key by which a router tells prefill, in any request, that it no longer needs a prompt: the prompt's handover.
+RELEASE = "longshore_release"
 ROOM_END = 1 << 64
 # The flags with which routers for vLLM control prefill and decode.
 WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"

@@ -17,6 +17,8 @@ from typing import Any
 from longshore_client.errors import ArgumentError
 from longshore_engines.handover import (
     HANDOVER_VERSION,
+    KEY,
+    RELEASE,
     ROOM,
     WANTS_DECODE,
     WANTS_PREFILL,
@@ -30,6 +32,7 @@ from longshore_engines.handover import (
     ReportSent,
     TakeBack,
     Withdraw,
+    handover_of,
     is_promised,
     parameters_for_decode,
     promised_handover,
@@ -91,6 +94,8 @@ class RequestBook:
         self._asked_s: dict[str, float] = {}
         self._answered: set[str] = set()
         self._prompts: dict[str, _Prompt] = {}
+        # The requests that were handed out and whose pages are lent, and what their routers must show to give them back, by room.
+        self._lent: dict[int, tuple[str, bytes]] = {}
         # Rooms of other requests that failed ones of ours have named. vLLM reports each failed request once more, without its
         # prompt, so that prefill may free its pages.
         self._foreign: OrderedDict[int, None] = OrderedDict()
@@ -178,6 +183,8 @@ class RequestBook:
         """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`."""
         if not parameters:
             return
+        if RELEASE in parameters:
+            self._give_back(request_id, parameters.pop(RELEASE))
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
             self._open(request_id, parameters, prompt)
             return
@@ -337,10 +344,29 @@ class RequestBook:
                     HANDOVER_VERSION, prompt.room, prompt.tokens, endpoint, self._content, prompt.binding
                 )
                 told = parameters_for_decode(handover)
+                self._lent[prompt.room] = request_id, prompt.binding.capability
         if told is None:
             self._orders.append(Withdraw(request_id))
         self._orders.append(ReportSent(request_id, prompt.room))
         return True, told
+
+    def _give_back(self, request_id: str, handover: object) -> None:
+        """Release the pages of a prompt whose router no longer needs them, if it shows the prompt's handover."""
+        try:
+            found = handover_of({KEY: handover})
+        except ArgumentError as error:
+            _log.warning("request %s releases nothing: %s", request_id, error)
+            return
+        lent, capability = self._lent.get(found.room, ("", b""))
+        if lent and capability == found.binding.capability:
+            self._orders.append(Withdraw(lent))
+        else:
+            _log.warning("request %s releases nothing: no prompt of this handover is lent", request_id)
+
+    def sent(self, request_ids: Collection[str]) -> None:
+        """Record that the pages of these requests, which were handed out, are this engine's again."""
+        if request_ids:
+            self._lent = {room: lent for room, lent in self._lent.items() if lent[0] not in request_ids}
 
     def _next_room(self) -> int:
         return int.from_bytes(self._draw(ROOM_BYTES), "little")

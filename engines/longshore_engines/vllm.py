@@ -191,6 +191,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             self._book.answered(report.answered)
             self._book.lost(report.lost)
         self._book.received(connector_output.finished_recving or ())
+        self._book.sent(connector_output.finished_sending or ())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
         """Take the roles and the endpoint from the workers' registrations."""

@@ -17,6 +17,7 @@ from longshore_client import ArgumentError, Half
 from longshore_engines.handover import (
     KEY,
     LIFE,
+    RELEASE,
     ROOM,
     Ask,
     Claim,
@@ -144,6 +145,31 @@ def test_a_prompt_whose_offer_a_rank_has_lost_is_not_handed_out_and_its_other_ra
     prefill.take_orders()
     assert prefill.finished("p", {"do_remote_decode": True}, 70, complete=True) == (True, None)
     assert prefill.take_orders() == (Withdraw("p"), ReportSent("p", 9))
+
+
+def released(prefill, handover, name="r"):
+    """Give prefill a request whose router gives a prompt back; return the orders that follow."""
+    prefill.take_orders()
+    prefill.allocated(name, {RELEASE: handover}, [4], 1, 0)
+    return prefill.take_orders()
+
+
+def test_a_router_that_shows_a_prompts_handover_gives_the_prompt_back_once():
+    prefill = book()
+    _, told = computed(prefill)
+    assert released(prefill, told[KEY]) == (Withdraw("p"),)
+    prefill.sent({"p"})
+    assert released(prefill, told[KEY]) == ()
+
+
+@pytest.mark.parametrize("what", ["another capability", "another room", "no handover", None])
+def test_a_router_that_does_not_show_the_handover_of_a_lent_prompt_gives_nothing_back(what, caplog):
+    prefill = book()
+    found = handover_of(computed(prefill)[1])
+    changes = {"another capability": {"binding": Binding(b"", bytes(16))}, "another room": {"room": 8}}
+    handover = packed_handover(msgspec.structs.replace(found, **changes[what])) if what in changes else what
+    assert released(prefill, handover) == ()
+    assert "request r releases nothing" in caplog.text
 
 
 def at_once():

@@ -95,6 +95,7 @@ class Engine:
         output = SimpleNamespace(
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
             finished_recving=results.finished_recving,
+            finished_sending=results.finished_sending,
         )
         self.scheduler.update_connector_output(output)
         return results
