@@ -45,6 +45,8 @@ class OpenHalf:
         refused: a call has failed for good, so that no other is made.
         accepted: the agent has taken a call, so that an event tells its end.
         is_asked: it waits for prefill's offer, and has no pages.
+        was_asked: it was claimed after its ask. An event may still be of the ask.
+        is_claiming: the call that claims it has not returned.
         touched_s: time of the engine's last call for it, by `time.monotonic`.
     """
 
@@ -59,6 +61,8 @@ class OpenHalf:
     refused: bool = False
     accepted: bool = False
     is_asked: bool = False
+    was_asked: bool = False
+    is_claiming: bool = False
     bytes_moved: int = 0
 
     @property
@@ -174,6 +178,8 @@ class Halves:
     def ask(self, room: int, endpoint: Endpoint, binding: Binding = UNBOUND) -> OpenHalf:
         """Ask prefill to say when it has offered a room; return our half, which `claim` takes on.
 
+        Nothing is lost if the ask fails, so it is not repeated while the agent is busy: later calls would wait for it.
+
         Raises:
             ArgumentError: this rank has asked for the room, or claimed it, already.
         """
@@ -185,7 +191,7 @@ class Halves:
                 room, endpoint, memory=TargetMemory.DEVICE, capability=binding.capability, timeout_s=timeout_s
             )
 
-        self._put(found, ask, None)
+        self._put(found, ask, None, insists=False)
         return found
 
     def claim(
@@ -217,7 +223,7 @@ class Halves:
                 timeout_s=timeout_s,
             )
 
-        self._put(found, receive, fence)
+        self._put(found, receive, fence, ends_ask=found.was_asked)
         return found
 
     def cancel(self, half: OpenHalf, text: str) -> None:
@@ -276,7 +282,8 @@ class Halves:
         with self._table.lock:
             found = self._table.halves.get(key)
             if found is not None and found.is_asked and takes_asked:
-                found.is_asked, found.touched_s = False, time.monotonic()
+                found.is_asked, found.was_asked, found.is_claiming = False, True, True
+                found.touched_s = time.monotonic()
                 return found
             if found is not None:
                 raise ArgumentError(f"room {room_name(key[2])} of {key[1]} is open at this rank already")
@@ -299,14 +306,22 @@ class Halves:
 
     # -- the thread that makes calls -------------------------------------------------------------------------------
 
-    def _put(self, half: OpenHalf, call: Callable[[float], None], fence: Callable[[], None] | None) -> None:
+    def _put(
+        self,
+        half: OpenHalf,
+        call: Callable[[float], None],
+        fence: Callable[[], None] | None,
+        *,
+        insists: bool = True,
+        ends_ask: bool = False,
+    ) -> None:
         deadline_s = time.monotonic() + CALL_LIMIT_S
 
         def make() -> None:
             if fence is not None:
                 fence()
             try:
-                self._insist(half, call, deadline_s)
+                self._insist(half, call, deadline_s, insists=insists)
             except LongshoreError as error:
                 with self._table.lock:
                     half.failure = half.failure or str(error)
@@ -314,10 +329,22 @@ class Halves:
                     if not half.ended:
                         self._table.unclear.add(half)
                 self._cancel(half)
+            if ends_ask:
+                self._claimed(half)
 
         self._calls.put(make)
 
-    def _insist(self, half: OpenHalf, call: Callable[[float], None], deadline_s: float) -> None:
+    def _claimed(self, half: OpenHalf) -> None:
+        """After the call that claims an asked half: if its ask had ended before, end the claim too."""
+        with self._table.lock:
+            half.is_claiming = False
+            is_over = half.cancelled
+        if is_over:
+            self._cancel(half)
+            if not self._is_open(half):
+                self._end(half)
+
+    def _insist(self, half: OpenHalf, call: Callable[[float], None], deadline_s: float, *, insists: bool) -> None:
         """Make a call of a half, and repeat it while the agent is busy. Raises LongshoreError: it failed for good."""
         # A chunk of a half that has ended would open the room again at a restarted worker.
         while not (half.ended or half.refused):
@@ -325,7 +352,7 @@ class Halves:
                 call(max(_CALL_TIMEOUT_MIN_S, deadline_s - time.monotonic()))
             except self._repeated as error:
                 pause_s = error.retry_after_s if isinstance(error, Busy) else AWAY_PAUSE_S
-                if time.monotonic() + pause_s > deadline_s:
+                if not insists or time.monotonic() + pause_s > deadline_s:
                     raise
                 time.sleep(pause_s)
             else:
@@ -366,8 +393,20 @@ class Halves:
                     self._table.offered.append(half)
                 case RoomEventKind.FAILED:
                     half.failure = half.failure or f"{event.reason.name}: {event.text}"
-        if event.kind is RoomEventKind.RELEASED:
+        if event.kind is RoomEventKind.RELEASED and not self._was_the_ask(half):
             self._end(half)
+
+    def _was_the_ask(self, half: OpenHalf) -> bool:
+        """Whether a RELEASED event is of the ask for a half that was claimed since. The claim is then made no more, or cancelled."""
+        is_open = half.was_asked and self._is_open(half)
+        with self._table.lock:
+            if not (half.is_claiming or is_open):
+                return False
+            half.refused = half.cancelled = True
+            is_made = not half.is_claiming
+        if is_made:
+            self._calls.put(lambda: self._cancel(half))
+        return True
 
     def _end_all(self) -> None:
         """When the connection closed, the agent released everything of this rank."""

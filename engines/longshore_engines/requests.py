@@ -119,6 +119,11 @@ class RequestBook:
         elif self._away_since_s is None:
             self._away_since_s = now_s
 
+    def arrived(self, request_id: str, parameters: Mapping[str, Any] | None) -> None:
+        """Record a new request. It may give a prompt back, also while no page is free for the request itself."""
+        if parameters and RELEASE in parameters:
+            self._give_back(request_id, parameters[RELEASE])
+
     def matched(
         self,
         request_id: str,
@@ -183,8 +188,6 @@ class RequestBook:
         """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`."""
         if not parameters:
             return
-        if RELEASE in parameters:
-            self._give_back(request_id, parameters.pop(RELEASE))
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
             self._open(request_id, parameters, prompt)
             return

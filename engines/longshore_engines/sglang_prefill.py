@@ -44,15 +44,15 @@ def room_fault(bootstrap_room: int | None) -> str:
 def digest_of(request: Any) -> bytes:
     """Return the digest of a request's prompt, see `handover.Prompt`; empty: it has none.
 
-    Of adapters and images SGLang has names that other engines do not know, and a prompt that decode dropped is computed again
-    with what was generated.
+    Of adapters and images SGLang has names that other engines do not know, and it adds its own settings to `extra_key`. A prompt
+    that decode dropped is computed again with what was generated.
     """
-    named = (request.lora_id, request.multimodal_inputs, request.input_embeds)
+    named = (request.lora_id, request.multimodal_inputs, request.input_embeds, request.extra_key)
     if any(each is not None for each in named) or getattr(request, "pd_rebootstrap_in_progress", False):
         return b""
-    ids, salt = request.origin_input_ids, f"{getattr(request, 'cache_salt', None) or ''}{request.extra_key or ''}"
+    ids = request.origin_input_ids
     try:
-        return Prompt(len(ids), ids, salt=salt).digest(len(ids))
+        return Prompt(len(ids), ids, salt=getattr(request, "cache_salt", None) or "").digest(len(ids))
     except ArgumentError:
         # An id that is none of a vocabulary.
         return b""

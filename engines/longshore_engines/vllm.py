@@ -129,6 +129,11 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: Any) -> None:
+        """Take a request before it gets blocks."""
+        assert self._book is not None
+        self._book.arrived(request.request_id, request.kv_transfer_params)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that will be loaded; None: ask again."""
         assert self._book is not None

@@ -12,7 +12,7 @@ from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event, refuse_the
 
 from longshore_client import ArgumentError, Half, Reason
 from longshore_engines.halves import Halves
-from longshore_wire.engine_messages import Cancel, Offer, Receive, Refused
+from longshore_wire.engine_messages import Ask, Cancel, Offer, Receive, Refused
 
 
 class Scene:
@@ -123,6 +123,76 @@ def test_a_room_is_claimed_once(scene):
     world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
     with pytest.raises(ArgumentError, match="room 7"):
         world.halves.claim(7, ENDPOINT, (5, 6), 0, 6)
+
+
+@pytest.fixture
+def silent(tmp_path):
+    """A scene whose events the test takes, and an asked half that the agent has accepted."""
+    world = Scene.__new__(Scene)
+    world.agent = FakeAgent(str(tmp_path / "engine.sock"))
+    world.client = client_at(world.agent.path)
+    world.halves = Halves(world.client, logging.getLogger("longshore.test"))
+    half = world.halves.ask(7, ENDPOINT)
+    world.expect(Ask)
+    yield world, half
+    world.halves.close()
+    world.agent.stop()
+
+
+def of_room(kind):
+    return event(kind, half=Half.TARGET)
+
+
+def test_the_end_of_an_ask_is_not_taken_for_that_of_the_claim_that_followed_it(silent):
+    world, half = silent
+    world.agent.say(of_room(FAILED))
+    world.agent.say(of_room(RELEASED))
+    wait_for(lambda: not world.client.is_open(7, Half.TARGET, ENDPOINT.instance))
+    # The next worker takes the claim before the engine takes these events.
+    assert world.halves.claim(7, ENDPOINT, (3, 4), 0, 6) is half
+    world.expect(Receive)
+    wait_for(lambda: world.client.is_open(7, Half.TARGET, ENDPOINT.instance) and not half.is_claiming)
+    assert world.halves.take() == [] and not half.ended
+    world.expect(Cancel)
+    world.agent.say(of_room(FAILED))
+    world.agent.say(of_room(RELEASED))
+    wait_for(lambda: world.halves.take() == [half])
+    assert not half.done and half.failure
+
+
+def test_a_claim_whose_ask_ends_before_the_claim_is_made_is_not_made(silent):
+    world, half = silent
+    reached, go_on = threading.Event(), threading.Event()
+
+    def fence():
+        reached.set()
+        assert go_on.wait(WAIT_S)
+
+    world.halves.claim(7, ENDPOINT, (3, 4), 0, 6, fence)
+    assert reached.wait(WAIT_S)
+    world.agent.say(of_room(FAILED))
+    world.agent.say(of_room(RELEASED))
+    wait_for(lambda: not world.client.is_open(7, Half.TARGET, ENDPOINT.instance))
+    assert world.halves.take() == []
+    go_on.set()
+    wait_for(lambda: world.halves.take() == [half])
+    assert world.agent.of(Receive) == []
+
+
+def test_a_busy_agent_is_not_asked_again_so_that_claims_behind_it_are_made(scene):
+    busy = [True]
+
+    def answer(message):
+        if isinstance(message, Ask) and busy:
+            return Refused(message.request, Reason.BUSY, "being replaced", 10**9)
+        return accept_all(message)
+
+    world = scene(answer=answer)
+    asked = world.halves.ask(7, ENDPOINT)
+    world.halves.claim(8, ENDPOINT, (3, 4), 0, 6)
+    world.expect(Receive)
+    wait_for(lambda: asked.ended)
+    assert "being replaced" in asked.failure and len(world.agent.of(Ask)) == 1
 
 
 def test_when_the_connection_is_closed_every_half_has_ended(scene):

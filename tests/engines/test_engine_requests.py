@@ -150,7 +150,7 @@ def test_a_prompt_whose_offer_a_rank_has_lost_is_not_handed_out_and_its_other_ra
 def released(prefill, handover, name="r"):
     """Give prefill a request whose router gives a prompt back; return the orders that follow."""
     prefill.take_orders()
-    prefill.allocated(name, {RELEASE: handover}, [4], 1, 0)
+    prefill.arrived(name, {RELEASE: handover})
     return prefill.take_orders()
 
 

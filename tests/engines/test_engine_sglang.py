@@ -363,7 +363,13 @@ def test_both_sides_state_the_digest_of_the_prompt(prefill, decode):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"lora_id": "a"}, {"multimodal_inputs": object()}, {"input_embeds": []}, {"pd_rebootstrap_in_progress": True}],
+    [
+        {"lora_id": "a"},
+        {"extra_key": "elastic_ep_size=2"},
+        {"multimodal_inputs": object()},
+        {"input_embeds": []},
+        {"pd_rebootstrap_in_progress": True},
+    ],
 )
 def test_a_prompt_of_which_the_other_engine_knows_other_names_has_no_digest(prefill, changed):
     sender = sender_of(prefill)
@@ -374,7 +380,7 @@ def test_a_prompt_of_which_the_other_engine_knows_other_names_has_no_digest(pref
 
 def test_prompts_of_equal_tokens_and_another_salt_have_another_digest(prefill):
     module = importlib.import_module("longshore_engines.sglang_prefill")
-    found = {module.digest_of(request_of(**each)) for each in ({}, {"cache_salt": "a"}, {"extra_key": "b"})}
+    found = {module.digest_of(request_of(**each)) for each in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})}
     assert len(found) == 3 and b"" not in found
 
 

@@ -13,6 +13,7 @@ from longshore_wire.effects import SECOND_NS, PeerId, RoomEnded, RoomOffered, Se
 from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.links import Outcome
 from longshore_wire.peer_messages import Abort, Ask, Claim, PairKey, RegionInfo, RoomKey, SlabReady
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
@@ -148,6 +149,34 @@ def test_a_claim_without_the_capability_spoils_no_later_one_at_the_same_rank() -
     scene.claim("owner", RIGHT)
     scene.wait(8)
     assert scene.reasons() == {"owner": Reason.NONE, "prefill": Reason.NONE}
+
+
+def test_until_the_end_of_a_claim_without_the_capability_is_confirmed_the_next_one_has_to_wait() -> None:
+    scene = Scene.of()
+    scene.offer()
+    owner = scene.targets["owner"]
+    owner.claim(Wanted(KEY, ENDPOINT, 0, 60, 4, bytes(16), binding=WRONG), 0)
+    scene.settle()
+    owner.peers[PREFILL].outcomes[KEY] = Outcome(owner.ended[KEY], 0)
+    with pytest.raises(RoomError, match="try again") as caught:
+        scene.claim("owner", RIGHT)
+    assert caught.value.reason is Reason.BUSY
+    scene.wait(8)
+    owner.peers[PREFILL].outcomes.pop(KEY, None)
+    scene.claim("owner", RIGHT)
+    scene.wait(1)
+    assert scene.reasons()["owner"] is Reason.NONE
+
+
+def test_a_claim_that_an_earlier_life_of_prefill_refused_keeps_no_later_offer_away() -> None:
+    scene = Scene.of()
+    scene.ask("owner", RIGHT)
+    key = PairKey(KEY, 0, 0, 7, 9, "owner")
+    scene.source.receive(
+        PeerId("owner", 0, 0), Abort(key, Reason.AUTHENTICATION, "of an earlier life", 1, WRONG), scene.now_ns
+    )
+    scene.offer()
+    assert scene.told == ["owner"]
 
 
 def test_a_late_word_of_a_claim_without_the_capability_ends_no_later_one_at_the_same_rank() -> None:

@@ -588,7 +588,7 @@ class SourceSession:
             self._parts.drop((abort.pair.key, peer))
             self._give_up_unclaimed(peer, abort, now_ns)
             return
-        if pair.binding.capability != abort.binding.capability:
+        if abort.reason is not Reason.STALE_EPOCH and pair.binding.capability != abort.binding.capability:
             # It is of a claim without the capability, at the rank that has claimed the room with it since.
             self._send(peer, EndAck(abort.pair))
             return
@@ -656,7 +656,9 @@ class SourceSession:
             return
         if completed.capability not in (None, room.binding.capability):
             return
-        pair = room.pairs[peer] = SourcePair(completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [])
+        pair = room.pairs[peer] = SourcePair(
+            completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [], binding=room.binding
+        )
         room.expected, room.claimer = completed.expected, peer.replica
         if link is not None and link.epoch == completed.pair.target_epoch:
             link.claimed(room.key, None)
@@ -680,6 +682,9 @@ class SourceSession:
         if room is not None and room.claimer in (None, peer.replica):
             if room.first_token < 0 or abort.binding.capability == room.binding.capability:
                 self._fail(room, reason, abort.text, now_ns)
+        elif reason is Reason.AUTHENTICATION:
+            # An earlier life of this worker refused that claim. The room is another request's.
+            return
         elif room is None and key not in self.ended and key.instance == self.config.instance:
             self._remember(key, reason, abort.text, now_ns)
 

@@ -133,9 +133,11 @@ class TargetSession:
         """Return a room and its pairs. Raises RoomError, LayoutError, RingError: see `claim`."""
         key = wanted.key
         ended, asked = self.ended.get(key), self.rooms.get(key)
-        if ended is not None and ended.reason is Reason.AUTHENTICATION and key not in self.rooms:
+        is_strange = ended is not None and ended.binding.capability != wanted.binding.capability
+        if is_strange and ended is not None and ended.reason is Reason.AUTHENTICATION and asked is None:
             # Whoever claimed it before did not show the capability that this request may have.
-            ended = None if ended.binding.capability != wanted.binding.capability else ended
+            self._check_told(key)
+            ended = None
         if ended is not None and ended.reason is not Reason.NONE and (asked is None or asked.is_asked):
             raise RoomError(f"room {room_name(key.room)} has failed already: {ended.text}", reason=ended.reason)
         if ended is not None or (asked is not None and not (asked.is_asked and asked.unfinished)):
@@ -164,6 +166,14 @@ class TargetSession:
             binding=wanted.binding,
         )
         return room, pairs
+
+    def _check_told(self, key: RoomKey) -> None:
+        """Raise RoomError if a source has not confirmed the end of an earlier claim, whose answer would be taken for ours."""
+        if any(key in link.outcomes for link in self.peers.values()):
+            raise RoomError(
+                f"room {room_name(key.room)} was claimed without its capability, and that ends now: try again",
+                reason=Reason.BUSY,
+            )
 
     def _open(self, room: TargetRoom, pairs: list[TargetPair], endpoint: Endpoint, now_ns: int) -> None:
         self.rooms[room.key] = room
@@ -406,7 +416,7 @@ class TargetSession:
                 elif ended.reason is Reason.NONE:
                     self._send(peer, SlabAck(ready.pair, ready.slab, ready.generation))
                 else:
-                    self._send(peer, Abort(ready.pair, ended.reason, ended.text))
+                    self._send(peer, Abort(ready.pair, ended.reason, ended.text, binding=ended.binding))
             return
         if room.failed:
             self._stale(ready)

@@ -321,7 +321,9 @@ class Worker:
                 extra=effect.about(),
             )
             self.mover.cancel(effect.half, effect.key)
-            self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
+            # Each rank hears from its own source that a claim lacks the capability. The room is open for another request.
+            if effect.reason is not Reason.AUTHENTICATION:
+                self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
         if self._reporter is not None:
             self._reporter.ended(effect, self.sessions[effect.half].peers, now_ns)
 
