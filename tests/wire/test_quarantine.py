@@ -28,7 +28,7 @@ def test_memory_comes_back_writer_by_writer_when_each_has_ended_its_writes_and_s
     assert KEY not in scene.target.rooms
 
 
-def test_no_confirmation_of_another_life_another_room_or_another_writer_frees_anything() -> None:
+def test_no_confirmation_of_another_life_another_room_another_claim_or_another_writer_frees_anything() -> None:
     scene = Scene.given_up()
     both = scene.held
     pair = scene.pair(FIRST)
@@ -39,7 +39,12 @@ def test_no_confirmation_of_another_life_another_room_or_another_writer_frees_an
     ):
         scene.say(FIRST, EndAck(wrong))
         assert scene.held == both
-    scene.say(SECOND, EndAck(scene.pair(SECOND)))
+    serial = scene.target.rooms[KEY].pairs[FIRST].serial
+    assert serial > 0
+    for wrong_serial in (serial + 1, -1):
+        scene.say(FIRST, EndAck(pair, wrong_serial))
+        assert scene.held == both
+    scene.say(SECOND, EndAck(scene.pair(SECOND), scene.target.rooms[KEY].pairs[SECOND].serial))
     assert 0 < scene.held < both
     first = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
     assert scene.held == first

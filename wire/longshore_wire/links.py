@@ -74,7 +74,7 @@ class Outcome:
 
     ended: Ended
     engine: int  # the life of the source's engine that had the room; 0: not known
-    serial: int = 0  # of the claim; 0: it was never claimed
+    serial: int = 0  # of the claim; below 0: of the ask; 0: neither was sent
     attempts: int = 0
 
 

@@ -233,6 +233,7 @@ class EndAck(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The answer to an Abort or a Complete. A source's also confirms that no write of this pair is open or will begin."""
 
     pair: PairKey
+    serial: int = 0  # of the Abort; 0: of any
 
 
 class WireFound(msgspec.Struct, frozen=True, array_like=True, tag=13):

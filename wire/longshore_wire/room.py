@@ -65,6 +65,7 @@ class SourcePair:
     target_pages: bytes = b""
     why: Why = Why.UNDECIDED
     binding: Binding = UNBOUND  # of the claim
+    serial: int = 0  # of the claim
     grants: dict[int, Grant] = field(default_factory=dict)
     digest_key: bytes = b""  # empty: no digests
     digests: dict[int, bytes] = field(default_factory=dict)  # of the slabs that are written and not acknowledged
@@ -230,7 +231,7 @@ class TargetPair:
     address: str = ""  # of the source, as the engine gave it
     named_engine: int = 0  # the life of the source's engine, as the engine gave it; 0: not known
     engine: int = 0  # the life of the source's engine; 0: not claimed yet
-    serial: int = 0  # of the claim; 0: not claimed yet
+    serial: int = 0  # of the claim; below 0: of the ask; 0: neither was sent
 
     def step(self, event: TargetPairEvent) -> None:
         """Change the pair's state."""

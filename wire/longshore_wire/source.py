@@ -525,7 +525,7 @@ class SourceSession:
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
         pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why, claim.binding)
-        pair.digest_key = claim.digest_key
+        pair.digest_key, pair.serial = claim.digest_key, claim.serial
         room.pairs[link.peer] = pair
         room.expected, room.claimer = claimed.expected, claimer
         link.claimed(room.key, claim.way if claimed.pair is not None else None)
@@ -575,7 +575,7 @@ class SourceSession:
 
     def _on_abort(self, link: Link, abort: Abort, now_ns: int) -> None:
         peer = link.peer
-        if abort.serial:
+        if abort.serial > 0:
             self._used_serials(link).add(abort.serial)
         if abort.pair.source_epoch != self.config.epoch:
             # Each life may confirm only its own writes: an earlier life of this name may still write from another node.
@@ -584,13 +584,13 @@ class SourceSession:
         room, pair = self._find(peer, abort.pair)
         if room is None or pair is None:
             # A pair that is not open has no open write.
-            self._send(peer, EndAck(abort.pair))
+            self._send(peer, EndAck(abort.pair, abort.serial))
             self._parts.drop((abort.pair.key, peer))
             self._give_up_unclaimed(peer, abort, now_ns)
             return
         if abort.reason is not Reason.STALE_EPOCH and pair.binding.capability != abort.binding.capability:
             # It is of a claim without the capability, at the rank that has claimed the room with it since.
-            self._send(peer, EndAck(abort.pair))
+            self._send(peer, EndAck(abort.pair, abort.serial))
             return
         # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
@@ -837,7 +837,7 @@ class SourceSession:
         for peer, pair in room.pairs.items():
             if pair.state is SourcePairState.DRAINING and not pair.busy_count:
                 pair.step(SourcePairEvent.QUIET)
-                self._send(peer, EndAck(pair.pair))
+                self._send(peer, EndAck(pair.pair, pair.serial))
         if room.busy:
             return
         if room.state is SourceRoomState.FAILED:

@@ -86,6 +86,7 @@ class TargetSession:
         self.exposed_since_ns: dict[RoomKey, int] = {}
         self.in_place_count = 0  # pairs whose bytes may land outside the ring
         self._claim_counts: Counter[PeerId] = Counter()
+        self._ask_count = 0
         self._lives: dict[tuple[Life, ...], tuple[Life, ...]] = {}
 
     @property
@@ -326,7 +327,7 @@ class TargetSession:
             elif isinstance(message, Offered):
                 self._on_offered(link, message, now_ns)
             else:
-                link.outcomes.pop(message.pair.key, None)
+                self._take_answer(link, message)
                 self._on_end_ack(link, message, now_ns)
 
     def _receive_detached(self, link: Link, message: PeerMessage, now_ns: int) -> None:
@@ -335,13 +336,20 @@ class TargetSession:
             self._stale(message)
         elif isinstance(message, EndAck):
             if message.pair.source_epoch == link.queued_epoch:
-                link.outcomes.pop(message.pair.key, None)
+                self._take_answer(link, message)
             self._on_end_ack(link, message, now_ns)
         elif link.state is PeerState.REFUSED:
             # Its rooms have already failed here.
             self._send(link.peer, EndAck(message.pair))
         else:
             self._stale(message)
+
+    @staticmethod
+    def _take_answer(link: Link, ack: EndAck) -> None:
+        """Drop the outcome that a source has heard."""
+        outcome = link.outcomes.get(ack.pair.key)
+        if outcome is not None and ack.serial in (0, outcome.serial):
+            del link.outcomes[ack.pair.key]
 
     def _is_between(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to any life of that source."""
@@ -490,7 +498,8 @@ class TargetSession:
         room, pair = self._find(link.peer, ack.pair)
         if room is None or pair is None or pair.state is not TargetPairState.ABORTING:
             return
-        if pair.pair.source_epoch == ack.pair.source_epoch:
+        # The answer to an earlier claim of this rank, which lacked the capability, says nothing of this one's writes.
+        if pair.pair.source_epoch == ack.pair.source_epoch and ack.serial in (0, pair.serial):
             self._confirm(room, pair)
             self._pump(now_ns)
 
@@ -772,6 +781,10 @@ class TargetSession:
             return
         if room.is_asked:
             if not room.is_offered:
+                if not pair.serial:
+                    # Claims are numbered without gaps, so an ask has a number of its own.
+                    self._ask_count += 1
+                    pair.serial = -self._ask_count
                 self._send(pair.peer, Ask(self._pair_key(room.key, pair.peer, link.epoch), room.binding))
                 self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
             return
