@@ -232,8 +232,9 @@ class RankRooms:
         request = self._open.pop(half.key)
         order, failure = request.order, "" if half.done else half.failure
         # An empty claim only tells prefill not to wait. vLLM requests one even for rooms that were claimed.
+        is_ask = isinstance(order, Ask)
         has_pages = not isinstance(order, Ask) and bool(order.pages)
-        unwanted = request.unwanted or not (has_pages or isinstance(order, Ask))
+        unwanted = request.unwanted or not (is_ask or has_pages)
         if has_pages and not (failure and unwanted):
             self._ended.transfers.append(Transfer(half.half, now_s - request.since_s, half.bytes_moved, failure))
         if failure:
@@ -245,9 +246,9 @@ class RankRooms:
                 half.instance,
                 failure,
             )
-        if has_pages or isinstance(order, Ask):
+        if is_ask or has_pages:
             self._by_request.pop(order.request_id, None)
-        if isinstance(order, Ask):
+        if is_ask:
             # Its claim will fail with the same reason.
             self._ended.answered.add(order.request_id)
         if request.reported:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FAILURE_PAUSE_S = 0.2
 # In this time all ranks of an engine offer the last chunk of a prompt.
 SIBLINGS_S = 1.0
-# SGLang keeps the number in a tensor of this type.
+# SGLang keeps the number in a tensor of uint64, or of int64 on devices that lack it.
 _ROOM_MAX = 2**63 - 1
 
 

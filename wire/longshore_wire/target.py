@@ -169,7 +169,10 @@ class TargetSession:
         return room, pairs
 
     def _check_told(self, key: RoomKey) -> None:
-        """Raise RoomError if a source has not confirmed the end of an earlier claim, whose answer would be taken for ours."""
+        """Raise RoomError (BUSY) if a source has not confirmed the end of an earlier claim of this room.
+
+        This rank repeats that end until it is confirmed, and would not repeat the new claim meanwhile.
+        """
         if any(key in link.outcomes for link in self.peers.values()):
             raise RoomError(
                 f"room {room_name(key.room)} was claimed without its capability, and that ends now: try again",
