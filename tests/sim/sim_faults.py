@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sim_engine import Engine
+from sim_mixes import MIXES
 from sim_scenarios import Fault
 from sim_world import MS, SECOND
 
@@ -38,7 +39,7 @@ class Faults:
                     client.worker.resume()
             alive = [life for life in place.lives if life.alive]
             for life in place.lives:
-                if life not in alive[-1:]:
+                if life not in alive[-1:] and not MIXES[run.scenario.mix].twins_stay:
                     self._end(life)
             if not alive and not place.gone:
                 run.start(place, place.spec.host)
@@ -101,12 +102,13 @@ class Faults:
             self._world.at(pause_ns // 4, lambda: place.choose(0) or self._run.start(place, host))
 
     def twin(self, at: int, rank: int, pause_ns: int) -> None:
-        """A second engine of one name is started on another node; one of the two ends later."""
+        """A second engine of one name is started on another node; one of the two ends later, unless twins stay."""
         place, life = self._run.places[at], self._life(at, rank)
         if life is None or len([each for each in place.lives if each.alive]) > 1:
             return
         self._run.start(place, (place.spec.host + 1) % len(self._run.agents))
-        self._world.at(pause_ns, self._end, place.lives[-1 - pause_ns // MS % 2])
+        if not MIXES[self._run.scenario.mix].twins_stay:
+            self._world.at(pause_ns, self._end, place.lives[-1 - pause_ns // MS % 2])
 
     def kill_agent(self, at: int, _: int, pause_ns: int) -> None:
         """SIGKILL of a supervisor."""

@@ -49,6 +49,7 @@ class Mix:
         reasons: reasons with which rooms may fail; None: any.
         forgets: workers remember fewer rooms than there are.
         host_memory: decode's ranks also have pages in host memory, of one token each, and rooms go to either.
+        twins_stay: two engines of one name live to the end of the run.
         never_fits: rooms of the prefill instance with the most ranks can never be staged; other rooms must not suffer.
     """
 
@@ -66,6 +67,7 @@ class Mix:
     prompt_ns: int = 0
     reasons: frozenset[Reason] | None = None
     forgets: bool = False
+    twins_stay: bool = False
     never_fits: bool = False
     host_memory: bool = False
     shapes: tuple[Shape, ...] = SHAPES
@@ -131,6 +133,7 @@ MIXES: dict[str, Mix] = {
     "engines move between clocks": Mix(LATE, {"move": (1, 3)}, clocks_ns=100 * SECOND),
     "twins of prefill": Mix(LATE, {"twin_prefill": (1, 1)}, alone=True),
     "twins of decode": Mix(LATE, {"twin_decode": (1, 1)}, alone=True),
+    "twins of prefill stay": Mix(LATE, {"twin_prefill": (1, 1), "kill_prefill_worker": (1, 4)}, twins_stay=True),
     "engines move": Mix(LATE, {"move": (1, 3)}, alone=True),
     "in place": Mix(WORSE, {"cancel": (0, 10), "kill_worker": (0, 2)}, ways=(Way.SLICES,)),
     "rooms that never fit": Mix(

@@ -206,6 +206,11 @@ def _held_write() -> two_writers.Scene:
     return scene
 
 
+def _dialled(target: TargetSession) -> list[str]:
+    """Return the addresses at which the first rank was dialled since the last look."""
+    return [each.address for each in effects_of(target) if isinstance(each, Dial) and each.peer == two_writers.FIRST]
+
+
 def _pass(scene: two_writers.Scene, seconds: int) -> None:
     for _ in range(2 * seconds):
         scene.tick(SECOND_NS // 2)
@@ -423,6 +428,76 @@ def test_a_source_that_was_lost_elsewhere_is_looked_for_where_a_writer_of_its_na
     scene.lost.clear()
     _pass(scene, 3)
     assert scene.held < held
+
+
+def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_engine_of_its_name_is_attached() -> None:
+    """A probe finds the later life's listener there, so only its Attach can prove that the writer has ended."""
+    scene, peer = _held_write(), two_writers.FIRST
+    scene.lost.add(peer)
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 8)
+    target = scene.target
+    # The other engine of the name answers at its address and moves room 2; then it has no room.
+    twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
+    attach_to(target, peer, twin, scene.now_ns)
+    scene.now_ns += SECOND_NS
+    target.peer_listens(peer, 7, scene.now_ns)
+    target.tick(scene.now_ns)
+    assert target.peers[peer].address == "h:9", "room 2 is open there"
+    target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
+    effects_of(target)
+    held = scene.held
+
+    scene.now_ns += SECOND_NS
+    target.peer_listens(peer, 7, scene.now_ns)
+    target.tick(scene.now_ns)
+    assert _dialled(target) == ["h:1"]
+    later = msgspec.structs.replace(twin, epoch=9, engine=1)
+    attach_to(target, peer, later, scene.now_ns)
+    assert drain_writers(target, scene.now_ns) == [7]
+    assert 0 < scene.held < held, "the other rank's write goes on"
+    scene.now_ns += SECOND_NS
+    target.tick(scene.now_ns)
+    assert _dialled(target) == ["h:9"]
+
+
+def test_a_writer_that_does_not_answer_takes_one_heartbeat_of_another_engine_of_its_name_per_lease() -> None:
+    scene, peer = _held_write(), two_writers.FIRST
+    scene.lost.add(peer)
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 8)
+    target = scene.target
+    twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
+    attach_to(target, peer, twin, scene.now_ns)
+    target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
+    effects_of(target)
+    dialled = []
+    for _ in range(50):
+        scene.now_ns += SECOND_NS
+        target.peer_listens(peer, 7, scene.now_ns)
+        target.tick(scene.now_ns)
+        dialled += _dialled(target)
+        if target.peers[peer].address == "h:9":
+            attach_to(target, peer, twin, scene.now_ns)
+    assert dialled == ["h:1", "h:9"]
+    # A room that comes during a visit is not delayed by it.
+    scene.now_ns += target.config.lease_ns
+    target.peer_listens(peer, 7, scene.now_ns)
+    target.tick(scene.now_ns)
+    assert target.peers[peer].address == "h:1"
+    scene.claim(3, endpoint=TWIN)
+    assert target.peers[peer].address == "h:9"
+
+
+def test_a_claim_of_a_later_life_waits_its_turn_where_a_room_of_another_address_is_dialled_first() -> None:
+    scene = two_writers.Scene.of()
+    peer = two_writers.FIRST
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 1)
+    later = Endpoint("P", two_writers.HALVES, (RankAddress(0, "h:1", 12), RankAddress(1, "h:2", 7)))
+    scene.claim(3, endpoint=later)
+    assert scene.target.peers[peer].address == "h:9"
+    assert scene.target.peers[peer].rival_since_ns is not None
 
 
 def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_drains_at_the_source() -> None:

@@ -85,6 +85,7 @@ class Writer:
     address: str
     pair_count: int = 0
     listens_ns: int = -(1 << 62)  # when a probe last found a listener there
+    visited_ns: int = -(1 << 62)  # when its address was last dialled although the source is attached elsewhere
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class Link:
     queued_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
     outcomes_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms
     writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
+    home: str = ""  # the address that is dialled after a writer's; empty: no writer's address is dialled only to ask
     rival_since_ns: int | None = None  # since when a room names another address although the peer answers at `address`
 
     @property
@@ -163,6 +165,15 @@ class Link:
         The listener is that life, a later one or another worker. The last two prove that the writer has ended.
         """
         return next((writer.address for writer in self.writers.values() if writer.listens_ns >= since_ns), "")
+
+    def writer_elsewhere(self, now_ns: int, config: SessionConfig) -> Writer | None:
+        """Return a life that may still write, at an address that listens, is not the dialled one and was not visited lately."""
+        for writer in self.writers.values():
+            is_due = now_ns - writer.visited_ns >= config.lease_ns
+            listens = now_ns - writer.listens_ns <= 2 * config.heartbeat_ns
+            if is_due and listens and main_address(writer.address) != main_address(self.address):
+                return writer
+        return None
 
     def silence_limit_ns(self, timeout_ns: int, heartbeat_ns: int, now_ns: int) -> int:
         """Return how long this peer may be silent before it counts as lost.

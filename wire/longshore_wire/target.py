@@ -629,13 +629,14 @@ class TargetSession:
         link.rooms[key] = None
         if link.is_lost or not link.address:
             self._dial_at(link, named.address, now_ns)
-        elif not is_here and link.rival_since_ns is None:
+        elif link.rival_since_ns is None and main_address(link.address) != main_address(named.address):
             # Two addresses for one name: probe the dialled one before the other is dialled.
             link.rival_since_ns = now_ns
             self._beat(peer, now_ns)
 
     def _dial_at(self, link: Link, address: str, now_ns: int) -> None:
         self.links.dial(link, address, now_ns)
+        link.home = ""
         link.rival_since_ns = now_ns if self._rivals_of(link) else None
 
     def _refuse_rivals(self, link: Link, now_ns: int) -> None:
@@ -665,7 +666,30 @@ class TargetSession:
         if not link.is_lost and (text := self.links.silence(link, now_ns)):
             self.peer_lost(peer, text, now_ns)
         self._judge_rival(link, now_ns)
+        if link.home or link.writers:
+            self._visit_writer(link, now_ns)
         self.links.beat(link, now_ns)
+
+    def _visit_writer(self, link: Link, now_ns: int) -> None:
+        """Dial an earlier life's address for one heartbeat while the source, attached elsewhere, has no room to move.
+
+        Two engines may have one name. A probe finds a listener at the address, and only the listener's Attach tells whether that
+        is the life that may still write, which then confirms, or a later one, which proves its end.
+        """
+        home, link.home = link.home, ""
+        if any(not room.failed and not self._is_elsewhere(link, pair) for room, pair in self._rooms_of(link)):
+            return
+        if home:
+            self._move(link, home, now_ns)
+        elif link.state is PeerState.ATTACHED and (writer := link.writer_elsewhere(now_ns, self.config)) is not None:
+            writer.visited_ns, home = now_ns, link.address
+            self._move(link, writer.address, now_ns)
+            link.home = home
+
+    def _move(self, link: Link, address: str, now_ns: int) -> None:
+        """Dial another address of a source that has no room to move at the present one."""
+        self.links.detach(link, PeerState.LOST, link.trouble)
+        self._dial_at(link, address, now_ns)
 
     def _judge_rival(self, link: Link, now_ns: int) -> None:
         """Decide between two addresses of one name: is the life at the dialled one alive?"""
