@@ -165,3 +165,11 @@ def test_an_address_where_no_peer_answers_is_never_let_in_and_gets_no_attach(net
     assert admitted == []
     target.hang_up(SOURCE)
     assert admitted == []
+
+
+def test_a_connection_that_never_greets_is_closed_and_holds_no_descriptor(nets, monkeypatch):
+    monkeypatch.setattr("longshore_agent.control.peer_net.HANDSHAKE_MS", 50)
+    host, _, port = nets().address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as silent:
+        while silent.recv(1024):
+            pass

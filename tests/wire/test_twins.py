@@ -500,6 +500,37 @@ def test_a_claim_of_a_later_life_waits_its_turn_where_a_room_of_another_address_
     assert scene.target.peers[peer].rival_since_ns is not None
 
 
+def _claim_at(target: TargetSession, room: int, address: str, now_ns: int) -> None:
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, address, 1 << 62),))
+    target.claim(Wanted(RoomKey("P", room, 0), endpoint, 0, 60, 4, bytes(16)), now_ns)
+
+
+def test_addresses_at_which_nobody_answers_delay_a_peer_by_some_heartbeats_and_not_by_its_silence_limit() -> None:
+    target = decode(200)
+    heartbeat_ns = target.config.heartbeat_ns
+    for room, address in ((1, "h:6"), (2, "h:7"), (3, "h:1")):
+        _claim_at(target, room, address, 0)
+    attach = Attach(1, "d", "P", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20)
+    for beat in range(1, 8):
+        target.tick(beat * heartbeat_ns)
+        if target.peers[PREFILL].address == "h:1":
+            attach_to(target, PREFILL, attach, beat * heartbeat_ns)
+            break
+    assert target.peers[PREFILL].epoch == 7
+    assert beat <= 5
+    assert RoomKey("P", 3, 0) in target.rooms and not target.rooms[RoomKey("P", 3, 0)].failed
+
+
+def test_rooms_of_two_addresses_at_which_nobody_answers_all_end() -> None:
+    target = decode(200)
+    _claim_at(target, 1, "h:6", 0)
+    _claim_at(target, 2, "h:7", 0)
+    for now_ns in range(0, 3 * target.config.peer_timeout_ns, target.config.heartbeat_ns):
+        target.tick(now_ns)
+    ended = [effect for effect in effects_of(target) if isinstance(effect, RoomEnded)]
+    assert {effect.key.room: effect.reason for effect in ended} == {1: Reason.PEER_LOST, 2: Reason.PEER_LOST}
+
+
 def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_drains_at_the_source() -> None:
     source, last, next_life = prefill(), decode(100), decode(200)
     exchange(source, last, claim(last, 1))

@@ -59,6 +59,8 @@ _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
 _OF_PAIRS = (Demand, SlabReady, Abort, EndAck, Offered)
 # Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
 _RESTART_NS = 60_000_000_000
+# An address that has not answered for this many heartbeats gives way to another one that a room names.
+_RIVAL_PATIENCE = 2
 
 _LIVES_KEPT_MAX = 1024
 # Sources that are dialled and not attached, of all rooms. Each takes sockets and a handshake of the control thread, and a
@@ -670,6 +672,18 @@ class TargetSession:
             self._visit_writer(link, now_ns)
         self.links.beat(link, now_ns)
 
+    def _try_rival(self, link: Link, now_ns: int) -> None:
+        """Dial the next address that a room names, since nobody has answered at this one. All share one limit of silence."""
+        rivals = self._rivals_of(link)
+        for room, pair in self._rooms_of(link):
+            if self._is_here(link, pair):
+                del link.rooms[room.key]
+                link.rooms[room.key] = None
+        if rivals:
+            heard_ns = link.heard_ns
+            self._dial_at(link, rivals[0][1].address, now_ns)
+            link.heard_ns = heard_ns
+
     def _visit_writer(self, link: Link, now_ns: int) -> None:
         """Dial an earlier life's address for one heartbeat while the source, attached elsewhere, has no room to move.
 
@@ -694,6 +708,9 @@ class TargetSession:
     def _judge_rival(self, link: Link, now_ns: int) -> None:
         """Decide between two addresses of one name: is the life at the dialled one alive?"""
         if link.rival_since_ns is None or link.is_lost:
+            return
+        if link.attach is None and now_ns - link.dialled_ns >= _RIVAL_PATIENCE * self.config.heartbeat_ns:
+            self._try_rival(link, now_ns)
             return
         answers = link.attach is not None and link.heard_ns > link.rival_since_ns
         if answers and now_ns - link.rival_since_ns >= self.config.peer_timeout_ns:

@@ -30,6 +30,8 @@ MESSAGES_PER_TURN_MAX = 512
 _SOCKETS_MAX = 8192
 # Refused peers whose last route is kept. They retry once a second, and normally there are few.
 _REFUSED_MAX = 1024
+# A connection that has not greeted within this time is closed, so that strangers hold few descriptors.
+HANDSHAKE_MS = 5_000
 # The codec counts messages up to this size that exceed its limit. For longer ones ZeroMQ closes the connection.
 _RECEIVED_BYTES_MAX = 2 * PEER_MESSAGE_BYTES_MAX
 
@@ -93,6 +95,7 @@ class PeerNet:
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         # The configured port uses the newest keys.
         self.address = join(
             self._listen(host, port if number == 0 else 0, revision)
