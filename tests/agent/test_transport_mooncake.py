@@ -19,6 +19,7 @@ import pytest
 from transport_peer import ANSWER_LIMIT_S, PeerProcess, finish, mooncake_ports, post, row, strike
 
 from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.transports import mooncake_engine
 from longshore_agent.transports.base import WriteState
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_engine import in_brackets, remote_address
@@ -90,6 +91,14 @@ def test_the_protocol_that_acknowledges_nothing_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(TransportError, match="MC_TCP_PROTO"):
         MooncakeTransport("old")
+
+
+def test_a_healthy_transport_logs_nothing_when_it_starts_and_other_lines_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    MooncakeTransport("quiet").close()
+    assert capfd.readouterr().err == ""
+    with mooncake_engine._without_usual_lines():
+        os.write(2, b"E1128 a.cpp:1] Local segment descriptor not found\nE1128 a.cpp:2] no port is free\n")
+    assert capfd.readouterr().err == "E1128 a.cpp:2] no port is free\n"
 
 
 def test_an_open_write_ends_by_a_disconnect_and_is_not_settled(scene: Scene) -> None:

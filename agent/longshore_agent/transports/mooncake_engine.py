@@ -16,6 +16,8 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ _RUNTIME = Path("cu13", "lib", "libcudart.so.13")
 # Sleep of the listener of an engine that only writes. An engine that ends waits for it, with Python's lock held.
 _LISTENER_SLEEP_US = 50_000
 _PORT_MAX = 65535
+# Lines that the library writes at each start: it looks for its own segment before it makes one.
+_USUAL_LINES = (b"Logging before InitGoogleLogging()", b"Local segment descriptor not found")
 
 
 class MooncakeMetadata(Metadata, frozen=True, array_like=True):
@@ -152,12 +156,27 @@ def _load(way_out: str) -> Any:
 def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
     host = in_brackets(ports.address)
     # It always listens on every address.
-    with ports.opening():
+    with ports.opening(), _without_usual_lines():
         engine = library.TransferEngine()
         said = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
     if said:
         raise TransportError(f"Mooncake does not start on {host}: it says {said}; its own lines are in the log")
     return engine
+
+
+@contextlib.contextmanager
+def _without_usual_lines() -> Iterator[None]:
+    """Hold what is written to stderr meanwhile, and then write all of it but the lines of each healthy start."""
+    sys.stderr.flush()
+    with open(os.dup(2), "wb", buffering=0) as stderr, open(os.memfd_create("stderr"), "w+b", buffering=0) as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr.fileno(), 2)
+            held.seek(0)
+            lines = held.read().splitlines(keepends=True)
+            stderr.write(b"".join(line for line in lines if not any(usual in line for usual in _USUAL_LINES)))
 
 
 def _preload_runtime() -> None:
