@@ -34,6 +34,8 @@ _EVENT_PAGES_MAX = 4
 # More concurrent requests would only queue at the server. The lease has a thread of its own.
 _THREADS = 16
 _TOO_MANY = 429
+# A server-side apply with a field that the kind lacks is answered by 500, although no retry can succeed.
+_NOT_OF_THE_SCHEMA = "failed to create typed patch object"
 _SERVER_FAULT = 500
 # These causes are more specific than the reason of the whole response.
 _TELLING_CAUSES = frozenset({"NamespaceTerminating", "FieldManagerConflict"})
@@ -96,6 +98,10 @@ class Api:
                 break
             query["continue"] = token
         return found
+
+    async def schema(self, group_version: str) -> Body:
+        """Return the OpenAPI document of a group and version, which every authenticated user may read."""
+        return await self._call("GET", kinds.DEPLOYMENT, f"/openapi/v3/apis/{group_version}")
 
     async def apply(self, kind: Kind, body: Body, *, force: bool, subresource: str = "") -> Body:
         """Apply `body` server-side as our field manager; return the resulting object."""
@@ -175,5 +181,6 @@ def _read(what: str, status: int, data: bytes) -> Body:
     text = str(found.get("message") or data[:200].decode(errors="replace"))
     causes = (found.get("details") or {}).get("causes") or []
     cause = next((c["reason"] for c in causes if c.get("reason") in _TELLING_CAUSES), found.get("reason") or "")
-    default = UnavailableError if status == _TOO_MANY or status >= _SERVER_FAULT else RefusedError
+    is_ours = _NOT_OF_THE_SCHEMA in text
+    default = UnavailableError if (status == _TOO_MANY or status >= _SERVER_FAULT) and not is_ours else RefusedError
     raise _STATUS_CLASSES.get(status, default)(f"{what}: {status}: {text}", status, cause)

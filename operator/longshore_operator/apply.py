@@ -242,7 +242,9 @@ class Applier:
             bad = row.truth is Truth.FALSE and bool(row.remedy) and not row.echo
             if bad or (row.truth is Truth.TRUE and not row.remedy and entry.reason != "RollingOut"):
                 text = f"{entry.condition.value}: {entry.message}"
-                await self._say(observed, "Warning" if bad else "Normal", entry.reason, text, entry.condition.value)
+                level, about = "Warning" if bad else "Normal", entry.condition.value
+                if bad or transition.shown:
+                    await self._say(observed, level, entry.reason, text, about, again=transition.shown)
 
     async def tell_mismatches(self, observed: Observed, told: dict[tuple[str, str], int]) -> None:
         """Post an event for each worker with new slabs whose digests differed.

@@ -24,6 +24,8 @@ CONFIG_ANNOTATION = "longshore.dev/config"
 KEYS_ANNOTATION = "longshore.dev/keys"
 # Digest of an agent's pod template but its nodes, on DaemonSets' templates and pods.
 TEMPLATE_ANNOTATION = "longshore.dev/template"
+# The image of their init container.
+HELPER_ANNOTATION = "longshore.dev/operator-image"
 
 # Variables for the arguments of engines, in the ConfigMap of their role. Those that the client reads are the wire's.
 ROLE_VARIABLE = f"{ENGINE_PREFIX}ROLE"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from longshore_operator.served import Served
 from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
 from longshore_spec.names import HARMLESS_WARNINGS
 from longshore_spec.status import AgentStatus
@@ -83,6 +84,7 @@ class Observed:
             only while agents are missing or not ready.
         now: RFC 3339 with whole seconds, for conditions whose status changes.
         keys_missing: the Secret that the status names is gone.
+        served: what the CRD has.
         failure: the last error of requests to the API server, if they have failed for long.
     """
 
@@ -98,6 +100,7 @@ class Observed:
     keys_missing: bool = False
     failure: str = ""
     warnings: Mapping[str, Warned] = field(default_factory=dict)
+    served: Served = Served()
 
     @property
     def uid(self) -> str:
@@ -156,6 +159,7 @@ def observe(
         keys_missing=keys_missing,
         failure=failure,
         warnings=warnings or {},
+        served=world.served,
     )
 
 

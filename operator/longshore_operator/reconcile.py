@@ -210,8 +210,8 @@ class Reconciler:
                 await self._applier.tell_left(observed, text)
             return False
         self._world.left.discard(observed.key)
-        if found != self._claim:
-            status = {**observed.status, "operator": self._claim.status()}
+        status, _ = observed.served.part({**observed.status, "operator": self._claim.status()})
+        if found != self._claim and "operator" in status:
             await self._applier.write_status(observed, status)
         return True
 

@@ -15,6 +15,7 @@ from longshore_operator import kinds, names
 from longshore_operator.api import Api
 from longshore_operator.errors import ApiError
 from longshore_operator.kinds import Kind
+from longshore_operator.served import Served
 from longshore_operator.settings import Settings
 from longshore_operator.world import World
 
@@ -101,6 +102,7 @@ class WatchCheck:
 
     async def run(self) -> None:
         """Check every watch at the start and periodically. Never returns."""
+        await self._read_schema()
         while missing := self.missing():
             for name in missing:
                 await self._check(kinds.of(name))
@@ -109,8 +111,16 @@ class WatchCheck:
         while True:
             await asyncio.sleep(self._settings.resync_s)
             self.ended()
+            await self._read_schema()
             for kind in watched(self._settings):
                 await self._check(kind)
+
+    async def _read_schema(self) -> None:
+        """Read which fields the CRD has. It may be replaced at any time, by a release or by hand."""
+        try:
+            self._world.served = Served.of(await self._api.schema(kinds.DEPLOYMENT.api_version))
+        except ApiError as error:
+            _log.warning("definition: %s", error)
 
     async def _check(self, kind: Kind) -> None:
         before = dict(self._world.delivered.get(kind.name, {}))

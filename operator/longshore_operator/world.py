@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
+from longshore_operator.served import Served
 from longshore_spec import taints
 from longshore_spec.status import AgentStatus
 from longshore_spec.taints import Taint
@@ -91,6 +92,7 @@ class World:
     Attributes:
         settled: versions of children that an apply leaves unchanged.
         left: deployments that another operator serves.
+        served: what the CRD has, as the API server publishes it.
     """
 
     deployments: dict[Key, Body] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class World:
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
     left: set[Key] = field(default_factory=set)
+    served: Served = Served()
     # Versions that watches delivered, by kind and uid. `watches` compares them with lists.
     delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))

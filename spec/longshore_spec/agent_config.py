@@ -18,7 +18,7 @@ import msgspec
 
 from longshore_spec import names
 from longshore_spec.quantity import Quantity
-from longshore_spec.strict_document import Mapping, parse, read_struct, to_text
+from longshore_spec.strict_document import Mapping, parse, plain, read_struct
 from longshore_wire.errors import ConfigError, LayoutError
 from longshore_wire.layout import (
     DP_MAX,
@@ -306,24 +306,29 @@ def load(text: str | bytes) -> AgentConfig:
 
 
 def dump(config: AgentConfig) -> str:
-    """Return `config` as JSON text, from which `load` returns an equal value."""
-    return to_text(config)
+    """Return `config` as JSON text, from which `load` returns an equal value.
+
+    What equals its default is left out, so that an agent of an older release reads a config of a newer operator as long as no
+    field that it does not know is set.
+    """
+    head = {"apiVersion": config.api_version, "kind": config.kind}
+    return json.dumps(head | plain(config), indent=2) + "\n"
 
 
 def digests(config: AgentConfig) -> dict[str, str]:
     """Return a digest by role (prefill, decode) of what an agent with engines of this role reads at start.
 
-    A field that only planning and the status read is left out, and so is the order of wires. The other role's staging
+    A field at its default is left out, so that releases with more fields agree. A field that only planning and the status read is left out, and so is the order of wires. The other role's staging
     only moves the default of `LONGSHORE_SLAB_BYTES_MIN`, which peers need not share.
     """
     wires = tuple(sorted(config.transfer.wires, key=lambda wire: wire.value))
     transfer = msgspec.structs.replace(config.transfer, chunk_tokens=Transfer().chunk_tokens, wires=wires)
-    plain = json.loads(dump(msgspec.structs.replace(config, transfer=transfer)))
-    roles = {name: plain.pop(name) for name in ("prefill", "decode")}
+    shared = json.loads(dump(msgspec.structs.replace(config, transfer=transfer)))
+    roles = {name: shared.pop(name) for name in ("prefill", "decode")}
     for role in roles.values():
         role.pop("instances", None)
     return {
-        name: hashlib.sha256(json.dumps([plain, role], sort_keys=True).encode()).hexdigest()[:16]
+        name: hashlib.sha256(json.dumps([shared, role], sort_keys=True).encode()).hexdigest()[:16]
         for name, role in roles.items()
     }
 

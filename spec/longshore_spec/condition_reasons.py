@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     PEERS_CONNECTED = "PeersConnected"
     TRANSPORT_VERIFIED = "TransportVerified"
     NODES_SHARED = "NodesShared"
+    DEFINITION_MATCHES = "DefinitionMatches"
     PROGRESSING = "Progressing"
 
 
@@ -60,6 +61,9 @@ MEANINGS = {
     ConditionType.PEERS_CONNECTED: "All peers that workers know are attached.",
     ConditionType.TRANSPORT_VERIFIED: "The wire that carries the bytes is known and allowed.",
     ConditionType.NODES_SHARED: "Agents of another deployment run on the same nodes and take memory there.",
+    ConditionType.DEFINITION_MATCHES: (
+        "The CRD and the operator know the same fields. A field that one of them does not know is ignored."
+    ),
     ConditionType.PROGRESSING: "The operator or the cluster is still applying the current generation.",
 }
 
@@ -232,6 +236,15 @@ TABLE = (
         "The message has their total staging per rank: check that the GPUs have memory for it.",
     ),
     Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
+    Reason(_C.DEFINITION_MATCHES, "FieldsKnown", _T, "The operator knows each field of the spec, and the CRD each of the status."),
+    Reason(
+        _C.DEFINITION_MATCHES,
+        "FieldsUnknown",
+        _F,
+        "The CRD is of another release than the operator. The fields of the message have no effect, or are not shown.",
+        "Upgrade the operator, or apply the CRD of its release: "
+        "`kubectl apply --server-side --force-conflicts -f crds/`. An upgrade by Helm does both.",
+    ),
     Reason(_C.PROGRESSING, "RollingOut", _T, "Agents are being started, replaced or removed."),
     Reason(_C.PROGRESSING, "Settled", _F, "The cluster matches the spec."),
     Reason(_C.PROGRESSING, "Paused", _U, "The spec is paused: nothing is created, changed or deleted."),

@@ -27,7 +27,7 @@ from longshore_spec.agent_config import (
     Transfer,
 )
 from longshore_spec.pod_settings import PodSettings
-from longshore_spec.strict_document import parse, read_struct
+from longshore_spec.strict_document import known_part, parse, read_struct
 from longshore_wire.errors import ConfigError
 
 _DEFAULT_NAMESPACE = "default"
@@ -189,6 +189,16 @@ def read(document: object) -> DisaggDeployment:
     if faults or deployment is None or spec is None:
         raise ConfigError(faults)
     return DisaggDeployment(deployment=deployment, spec=spec)
+
+
+def read_known(document: Mapping[str, Any]) -> tuple[DisaggDeployment, tuple[str, ...]]:
+    """Return the manifest in an object of the API server, and the paths below `spec` that this release does not know.
+
+    The CRD of a newer release gives such fields to every deployment, by their defaults. That of this release prunes them.
+    Raises the errors of `load`.
+    """
+    unknown: list[str] = []
+    return read({**document, "spec": known_part(Spec, document.get("spec"), "spec", unknown)}), tuple(unknown)
 
 
 def _names(metadata: object) -> object:

@@ -146,6 +146,24 @@ def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S |
     return kind(**values) if len(faults) == before else None
 
 
+def known_part(kind: Any, raw: Any, path: str, unknown: list[str]) -> Any:
+    """Return `raw` without the keys of which `kind` has no field; add their paths to `unknown`."""
+    if isinstance(raw, list):
+        (item,) = [part for part in get_args(kind) if part is not Ellipsis][:1] or (None,)
+        return [known_part(item, entry, f"{path}[{at}]", unknown) for at, entry in enumerate(raw)]
+    struct = next((part for part in (kind, *get_args(kind)) if _is_struct(part)), None)
+    if not isinstance(raw, dict) or struct is None:
+        return raw
+    hints = _hints(struct)
+    fields = {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
+    unknown += [_join(path, key) for key in raw if key not in fields]
+    return {key: known_part(fields[key], raw[key], _join(path, key), unknown) for key in raw if key in fields}
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
 # Of a few dozen structs, whose hints never change.
 @functools.cache
 def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -153,7 +171,7 @@ def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _read_value(kind: Any, raw: object, path: str, faults: list[str]) -> object:
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    if _is_struct(kind):
         return read_struct(kind, raw, path, faults)
     try:
         if _is_quantity(kind):
@@ -197,20 +215,19 @@ def _shown(raw: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[: SHOWN_CHARACTERS_MAX - 3]}..."
 
 
-def to_text(value: msgspec.Struct) -> str:
-    """Return a struct as indented JSON, with sizes as quantities and without fields that are None."""
-    return json.dumps(_plain(value), indent=2) + "\n"
-
-
-def _plain(value: msgspec.Struct) -> dict[str, object]:
+def plain(value: msgspec.Struct) -> dict[str, object]:
+    """Return a struct as JSON's values, with sizes as quantities and without what equals its default."""
     hints = _hints(type(value))
-    plain: dict[str, object] = {}
+    found: dict[str, object] = {}
     for field in msgspec.structs.fields(value):
         entry = getattr(value, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if entry == default:
+            continue
         if isinstance(entry, msgspec.Struct):
-            plain[field.encode_name] = _plain(entry)
+            found[field.encode_name] = plain(entry)
         elif _is_quantity(hints[field.name]):
-            plain[field.encode_name] = format_quantity(entry)
-        elif entry is not None or field.default is not None:
-            plain[field.encode_name] = msgspec.to_builtins(entry)
-    return plain
+            found[field.encode_name] = format_quantity(entry)
+        else:
+            found[field.encode_name] = msgspec.to_builtins(entry)
+    return found

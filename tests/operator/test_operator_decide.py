@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
-from operator_scene import DECODE, KEY, NOW_S, PREFILL, Scene, engine, finds, instance, peer, said, settled
+from operator_scene import DECODE, IMAGES, KEY, NOW_S, PREFILL, Scene, engine, finds, instance, peer, said, settled
 from status_scene import worker
 
 from longshore_operator import kinds, names
 from longshore_operator.observe import Refusal
+from longshore_operator.served import Served
 from longshore_operator.world import ChildKey, Key, Poll
 from longshore_spec.condition_reasons import TABLE, Truth, reason
 
@@ -124,6 +126,8 @@ SCENES = {
     ("TransportVerified", "AgentSilent"): some_silent(),
     ("NodesShared", "NodesShared"): shared(),
     ("NodesShared", "NodesOwn"): two(),
+    ("DefinitionMatches", "FieldsKnown"): settled(),
+    ("DefinitionMatches", "FieldsUnknown"): settled(transfer={"newKnob": "Auto"}),
     ("Progressing", "RollingOut"): counted(2, 0, 2, starting=True),
     ("Progressing", "Settled"): settled(),
     ("Progressing", "Paused"): paused(),
@@ -136,6 +140,48 @@ ANSWERED = {("AgentsReady", "ChildRefused"), ("AgentsReady", "RequestsFail")}
 @pytest.mark.parametrize(("condition", "name"), SCENES)
 def test_every_reason_is_what_its_scene_says(condition: str, name: str) -> None:
     assert SCENES[condition, name].reasons()[condition] == name
+
+
+def of_another_release(status: dict[str, Any]) -> Served:
+    """Return a CRD whose status has these fields alone."""
+    condition = {"properties": {"type": {"type": "string", "enum": ["Ready", "AgentsReady"]}, "status": {}, "reason": {}}}
+    return Served({"properties": {"conditions": {"items": condition}, "agents": {"properties": {}}, **status}})
+
+
+def test_fields_that_only_a_newer_definition_has_are_ignored_and_named() -> None:
+    scene = settled()
+    before = scene.reasons()
+    volume = {"name": "scratch", "emptyDir": {"medium": "Memory"}, "nextSource": {}}
+    scene.body["spec"] |= {"transfer": {"newKnob": "Auto"}, "later": {"a": 1}, "agents": {"volumes": [volume]}}
+    waits = {"AgentsReady", "Progressing", "Ready"}
+    found = scene.reasons()
+    assert {each: found[each] for each in found if before[each] != found[each]}.keys() <= {*waits, "DefinitionMatches"}
+    assert (found["Compatible"], found["DefinitionMatches"]) == ("PlanMade", "FieldsUnknown")
+    assert scene.message("DefinitionMatches") == (
+        "this operator does not know spec.agents.volumes[0].nextSource, spec.later, spec.transfer.newKnob"
+    )
+    [daemon_set, *_] = [body for kind, body in scene.decide().apply if kind is kinds.DAEMON_SET]
+    assert {"name": "scratch", "emptyDir": {"medium": "Memory"}} in daemon_set["spec"]["template"]["spec"]["volumes"]
+
+
+def test_fields_that_an_older_definition_lacks_are_left_out_and_told_by_an_event() -> None:
+    scene = settled()
+    scene.world.served = of_another_release({"keys": {}, "observedGeneration": {}})
+    decision = scene.decide()
+    assert decision.status is not None
+    assert set(decision.status) == {"conditions", "agents", "keys", "observedGeneration"}
+    assert {entry["type"] for entry in decision.status["conditions"]} == {"Ready", "AgentsReady"}
+    assert set(decision.status["conditions"][0]) == {"type", "status", "reason"}
+    [told] = [each for each in decision.transitions if each.verdict.condition.value == "DefinitionMatches"]
+    assert (told.shown, told.verdict.reason) == (False, "FieldsUnknown")
+    assert "status.conditions[Compatible]" in told.verdict.message
+    scene.body["status"] = decision.status
+    assert scene.decide().status is None, "at rest nothing is written"
+
+
+def test_a_definition_that_cannot_be_read_has_every_field() -> None:
+    assert Served.of({}) == Served.of({"components": {"schemas": {"x": {}}}}) == Served()
+    assert Served().part({"anything": [1]}) == ({"anything": [1]}, ())
 
 
 def test_the_scenes_reach_every_row_of_the_table() -> None:
@@ -381,6 +427,20 @@ def test_a_new_selector_keeps_agents_of_the_same_template_and_stops_no_rollout(m
     scene.put(kinds.NODE, {"metadata": {"name": "a", "labels": {"role": "prefill", "zone": "a"}}})
     scene.count(2, 2, 0)
     assert (scene.reasons()["AgentsReady"] == "AllAgentsReady") is (strategy == "OnDelete")
+
+
+def test_a_new_image_of_the_operator_alone_replaces_no_agent() -> None:
+    scene = settled()
+    newer = dataclasses.replace(IMAGES, operator_image="operator:2")
+    assert scene.decide(newer).apply == ()
+    # Somebody else's edit of the image, which runs as root, is still taken back.
+    edited = next(body for child, body in scene.world.children[KEY].items() if child.kind == "DaemonSet")
+    edited["spec"]["template"]["spec"]["initContainers"][0]["image"] = "another:1"
+    [(_, taken_back)] = scene.decide(newer).apply
+    assert taken_back["spec"]["template"]["spec"]["initContainers"][0]["image"] == "operator:1"
+    # With the agents' next image, their init containers get the operator's.
+    found = [body for kind, body in scene.decide(dataclasses.replace(newer, image="agent:2")).apply if kind is kinds.DAEMON_SET]
+    assert [body["spec"]["template"]["spec"]["initContainers"][0]["image"] for body in found] == ["operator:2"] * 2
 
 
 def test_agents_are_updated_by_the_digest_of_their_own_roles() -> None:

@@ -77,7 +77,16 @@ def test_the_same_document_as_json_or_bytes_reads_the_same() -> None:
     config = load(YAML)
     assert load(YAML.encode()) == config
     assert load(dump(config)) == config
-    assert json.loads(dump(config))["prefill"]["staging"] == {"bufferSize": "64Mi", "lanes": 4}
+    # An older agent refuses a field that it does not know, so that no default is written.
+    assert json.loads(dump(config)) == {
+        "apiVersion": "longshore.dev/v1alpha1",
+        "kind": "AgentConfig",
+        "deployment": {"namespace": "default", "name": "llama-70b"},
+        "model": {"attention": "GQA", "layers": 80, "kvHeads": 8, "headDim": 128, "dtype": "bfloat16"},
+        "prefill": {"instances": 2, "tensorParallel": 4, "pageSize": 64},
+        "decode": {"tensorParallel": 1, "pageSize": 16, "pageOrder": "HND"},
+        "transfer": {"chunkTokens": 4096, "wires": ["RDMA", "TCP"]},
+    }
 
 
 def test_all_faults_are_reported_at_once_each_with_its_path() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,15 @@ class NewKeys:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A condition whose status or reason changed, for an event."""
+    """A condition whose status or reason changed, for an event.
+
+    Attributes:
+        shown: the CRD has this condition; if not, each decision has the transition anew.
+    """
 
     before: str | None
     verdict: Verdict
+    shown: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,18 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         apply, delete = (), ()
     verdicts, status = _judge(observed, judged, children, held)
     status |= {name: observed.status[name] for name in ("keys", "operator") if observed.status.get(name)}
+    _, unserved = observed.served.part(status)
+    matches = _definition(judged.unread, unserved)
+    verdicts.append(matches)
+    status["conditions"].append(_condition(observed, matches))
+    status, _ = observed.served.part(status)
     changed = {name: status[name] for name in status} != {name: observed.status.get(name) for name in status}
     gone = any(name not in status for name in observed.status)
     return Decision(
         apply=apply,
         delete=delete,
         status=status if changed or gone else None,
-        transitions=_transitions(observed, verdicts),
+        transitions=_transitions(observed, verdicts, {entry["type"] for entry in status["conditions"]}),
         waits=any(entry.reason in _WAITING for entry in verdicts),
     )
 
@@ -228,6 +238,17 @@ def _compatible(judged: spec.Judged) -> Verdict:
     return verdict(condition, "PlanMade", text)
 
 
+def _definition(unread: Sequence[str], unserved: Sequence[str]) -> Verdict:
+    parts = []
+    if unread:
+        parts.append(f"this operator does not know {some(unread)}")
+    if unserved:
+        parts.append(f"the CRD does not have {some(unserved)}")
+    name = "FieldsUnknown" if parts else "FieldsKnown"
+    text = "; ".join(parts) or "the operator and the CRD know the same fields"
+    return verdict(ConditionType.DEFINITION_MATCHES, name, text)
+
+
 def _placed(observed: Observed, manifest: DisaggDeployment, daemon_sets: Sequence[Body]) -> tuple[Placed, ...]:
     roles = ((names.PREFILL, manifest.spec.prefill), (names.DECODE, manifest.spec.decode))
     return tuple(place(name, role.node_selector, observed.nodes or {}, daemon_sets) for name, role in roles)
@@ -259,14 +280,14 @@ def _roles(
 
 
 def _condition(observed: Observed, entry: Verdict) -> Body:
-    before = _before(observed, entry.condition)
-    same = before is not None and before.get("status") == entry.truth.value
+    before = _before(observed, entry.condition) or {}
+    since = before.get("lastTransitionTime") if before.get("status") == entry.truth.value else None
     return {
         "type": entry.condition.value,
         "status": entry.truth.value,
         "reason": entry.reason,
         "message": entry.message,
-        "lastTransitionTime": before["lastTransitionTime"] if before is not None and same else observed.now,
+        "lastTransitionTime": since or observed.now,
         "observedGeneration": observed.generation,
     }
 
@@ -284,7 +305,7 @@ def _before(observed: Observed, condition: ConditionType) -> Body | None:
     return next((entry for entry in listed if entry["type"] == condition.value), None)
 
 
-def _transitions(observed: Observed, verdicts: list[Verdict]) -> tuple[Transition, ...]:
+def _transitions(observed: Observed, verdicts: list[Verdict], shown: Collection[str]) -> tuple[Transition, ...]:
     """Return the conditions whose status or reason changed. A new condition counts unless it is Unknown."""
     found = []
     for entry in verdicts:
@@ -294,5 +315,6 @@ def _transitions(observed: Observed, verdicts: list[Verdict]) -> tuple[Transitio
         else:
             changed = (before["status"], before["reason"]) != (entry.truth.value, entry.reason)
         if changed:
-            found.append(Transition(None if before is None else before["status"], entry))
+            before_status = None if before is None else before["status"]
+            found.append(Transition(before_status, entry, entry.condition.value in shown))
     return tuple(found)

@@ -1,4 +1,6 @@
-"""Keeps agents whose pods differ from their DaemonSet in the nodes that it is for alone. Pure. Called by `decision`.
+"""Keeps agents whose pods differ from their DaemonSet in its nodes or in the operator's image alone. Pure. Called by `decision`.
+
+An agent's init container has the operator's image. An upgrade of the operator alone keeps the image of the pods that run.
 
 A DaemonSet replaces all pods of an older template, and its template holds its nodes. So that an edit of a selector
 replaces nobody, the DaemonSet is OnDelete until no pod of an older template is left or another change comes.
@@ -21,8 +23,9 @@ _ON_DELETE = {"type": UpdateType.ON_DELETE.value}
 
 
 def keep(observed: Observed, children: Sequence[tuple[Kind, Body]]) -> tuple[tuple[Kind, Body], ...]:
-    """Return the children, with those DaemonSets as OnDelete that must not replace their pods."""
-    return tuple((kind, _kept(body) if _must_keep(observed, kind, body) else body) for kind, body in children)
+    """Return the children, with the images that stay, and with those DaemonSets as OnDelete that must not replace their pods."""
+    found = [(kind, _with_its_helper(observed, kind, body)) for kind, body in children]
+    return tuple((kind, _kept(body) if _must_keep(observed, kind, body) else body) for kind, body in found)
 
 
 def updated_count(observed: Observed, found: Body) -> int:
@@ -49,6 +52,20 @@ def _must_keep(observed: Observed, kind: Kind, wanted: Body) -> bool:
     unseen = int(status.get("observedGeneration", 0)) < int(found["metadata"].get("generation", 0))
     behind = int(status.get("updatedNumberScheduled", 0)) < int(status.get("desiredNumberScheduled", 0))
     return bool(found["spec"]["updateStrategy"]["type"] == _ON_DELETE["type"] and (unseen or behind))
+
+
+def _with_its_helper(observed: Observed, kind: Kind, wanted: Body) -> Body:
+    """Return a child, a DaemonSet with the init container's image that it was made with if its pods are otherwise the same."""
+    found = observed.children.get(ChildKey(kind.name, wanted["metadata"]["name"]))
+    if kind is not kinds.DAEMON_SET or found is None or not is_ours(found, observed.uid):
+        return wanted
+    image = found["spec"]["template"]["metadata"].get("annotations", {}).get(names.HELPER_ANNOTATION)
+    template = wanted["spec"]["template"]
+    if not image or _template(found) != _template(wanted):
+        return wanted
+    metadata = template["metadata"] | {"annotations": template["metadata"]["annotations"] | {names.HELPER_ANNOTATION: image}}
+    pod = template["spec"] | {"initContainers": [entry | {"image": image} for entry in template["spec"]["initContainers"]]}
+    return with_digest({**wanted, "spec": wanted["spec"] | {"template": {"metadata": metadata, "spec": pod}}})
 
 
 def _kept(body: Body) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -22,13 +23,18 @@ KEPT_COUNT_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A valid spec with `config` and `plan`, or its faults and the reason of Compatible."""
+    """A valid spec with `config` and `plan`, or its faults and the reason of Compatible.
+
+    Attributes:
+        unread: paths of fields that this release does not know, and ignores.
+    """
 
     manifest: manifest.DisaggDeployment | None
     config: AgentConfig | None
     plan: Summary | None
     faults: tuple[str, ...] = ()
     reason: str = "InvalidSpec"
+    unread: tuple[str, ...] = ()
 
     @property
     def paused(self) -> bool:
@@ -46,7 +52,9 @@ def permitted(judged: Judged, allowed: Allowed) -> Judged:
     if judged.manifest is None or judged.config is None:
         return judged
     faults = permission.not_allowed(judged.manifest.spec, allowed)
-    return Judged(judged.manifest, None, None, tuple(faults), "NotAllowed") if faults else judged
+    if not faults:
+        return judged
+    return dataclasses.replace(judged, config=None, plan=None, faults=tuple(faults), reason="NotAllowed")
 
 
 def text_of(body: dict[str, Any]) -> str:
@@ -60,18 +68,18 @@ def text_of(body: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=KEPT_COUNT_MAX)
 def judge_text(text: str) -> Judged:
     """Check a DisaggDeployment given as `text_of` writes it."""
-    read = None
+    read, unread = None, ()
     try:
-        read = manifest.read(json.loads(text))
+        read, unread = manifest.read_known(json.loads(text))
         config = read.agent_config()
     except ConfigError as error:
-        return Judged(read, None, None, tuple(error.faults))
-    if faults := agent_pods.faults(read.spec):
-        return Judged(read, None, None, tuple(faults))
+        return Judged(read, None, None, tuple(error.faults), unread=unread)
+    faults = agent_pods.faults(read.spec)
     if config.transfer.backend is Backend.LOOPBACK:
-        fault = "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"
-        return Judged(read, None, None, (fault,))
-    return Judged(read, config, config.summary())
+        faults = [*faults, "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"]
+    if faults:
+        return Judged(read, None, None, tuple(faults), unread=unread)
+    return Judged(read, config, config.summary(), unread=unread)
 
 
 def message(faults: tuple[str, ...]) -> str:

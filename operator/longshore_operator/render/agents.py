@@ -47,7 +47,12 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
         },
         "spec": _pod(wanted, group, settings),
     }
-    template["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = digest(template)
+    # A new image of the operator alone replaces no agent, see `keep`.
+    counted = template | {"spec": template["spec"] | {"initContainers": [_prepare(wanted) | {"image": ""}]}}
+    template["metadata"]["annotations"] |= {
+        names.TEMPLATE_ANNOTATION: digest(counted),
+        names.HELPER_ANNOTATION: wanted.images.operator_image,
+    }
     if affinity := group.affinity():
         template["spec"]["affinity"] = affinity
     spec = {
