@@ -21,7 +21,7 @@ from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
 from longshore_spec import names as spec_names
-from longshore_spec.condition_reasons import Truth, reason
+from longshore_spec.condition_reasons import ConditionType, Truth, reason
 
 Body = dict[str, Any]
 _log = logging.getLogger(__name__)
@@ -232,7 +232,13 @@ class Applier:
         }
         self._guard()
         writing = self._api.apply(kinds.DEPLOYMENT, body, force=True, subresource="status")
-        self._world.take_status(observed.key, await self._writing(observed.key, writing))
+        try:
+            self._world.take_status(observed.key, await self._writing(observed.key, writing))
+        except RefusedError as error:
+            # The CRD lacks a field, and its schema could not be read.
+            row = reason(ConditionType.DEFINITION_MATCHES, "FieldsUnknown")
+            await self._say(observed, "Warning", row.name, f"{error}. {row.remedy}", row.condition.value, again=False)
+            raise
 
     async def tell(self, observed: Observed, transitions: tuple[Transition, ...]) -> None:
         """Post an event for each transition that a user should see."""

@@ -100,7 +100,7 @@ class Observed:
     keys_missing: bool = False
     failure: str = ""
     warnings: Mapping[str, Warned] = field(default_factory=dict)
-    served: Served = Served()
+    served: Served = field(default_factory=Served)
 
     @property
     def uid(self) -> str:

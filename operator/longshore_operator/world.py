@@ -102,7 +102,7 @@ class World:
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
     left: set[Key] = field(default_factory=set)
-    served: Served = Served()
+    served: Served = field(default_factory=Served)
     # Versions that watches delivered, by kind and uid. `watches` compares them with lists.
     delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))

@@ -236,7 +236,12 @@ TABLE = (
         "The message has their total staging per rank: check that the GPUs have memory for it.",
     ),
     Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
-    Reason(_C.DEFINITION_MATCHES, "FieldsKnown", _T, "The operator knows each field of the spec, and the CRD each of the status."),
+    Reason(
+        _C.DEFINITION_MATCHES,
+        "FieldsKnown",
+        _T,
+        "The operator knows each field of the spec, and the CRD each of the status.",
+    ),
     Reason(
         _C.DEFINITION_MATCHES,
         "FieldsUnknown",

@@ -93,7 +93,9 @@ def test_the_protocol_that_acknowledges_nothing_is_refused(monkeypatch: pytest.M
         MooncakeTransport("old")
 
 
-def test_a_healthy_transport_logs_nothing_when_it_starts_and_other_lines_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_transport_logs_nothing_when_it_starts_and_other_lines_are_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     MooncakeTransport("quiet").close()
     assert capfd.readouterr().err == ""
     with mooncake_engine._without_usual_lines():

@@ -144,7 +144,9 @@ def test_every_reason_is_what_its_scene_says(condition: str, name: str) -> None:
 
 def of_another_release(status: dict[str, Any]) -> Served:
     """Return a CRD whose status has these fields alone."""
-    condition = {"properties": {"type": {"type": "string", "enum": ["Ready", "AgentsReady"]}, "status": {}, "reason": {}}}
+    condition = {
+        "properties": {"type": {"type": "string", "enum": ["Ready", "AgentsReady"]}, "status": {}, "reason": {}}
+    }
     return Served({"properties": {"conditions": {"items": condition}, "agents": {"properties": {}}, **status}})
 
 
@@ -439,7 +441,11 @@ def test_a_new_image_of_the_operator_alone_replaces_no_agent() -> None:
     [(_, taken_back)] = scene.decide(newer).apply
     assert taken_back["spec"]["template"]["spec"]["initContainers"][0]["image"] == "operator:1"
     # With the agents' next image, their init containers get the operator's.
-    found = [body for kind, body in scene.decide(dataclasses.replace(newer, image="agent:2")).apply if kind is kinds.DAEMON_SET]
+    found = [
+        body
+        for kind, body in scene.decide(dataclasses.replace(newer, image="agent:2")).apply
+        if kind is kinds.DAEMON_SET
+    ]
     assert [body["spec"]["template"]["spec"]["initContainers"][0]["image"] for body in found] == ["operator:2"] * 2
 
 

@@ -168,7 +168,7 @@ def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
 def _without_usual_lines() -> Iterator[None]:
     """Hold what is written to stderr meanwhile, and then write all of it but the lines of each healthy start."""
     sys.stderr.flush()
-    with open(os.dup(2), "wb", buffering=0) as stderr, open(os.memfd_create("stderr"), "w+b", buffering=0) as held:
+    with os.fdopen(os.dup(2), "wb", 0) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b", 0) as held:
         os.dup2(held.fileno(), 2)
         try:
             yield

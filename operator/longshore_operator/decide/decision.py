@@ -91,7 +91,8 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         apply, delete = (), ()
     verdicts, status = _judge(observed, judged, children, held)
     status |= {name: observed.status[name] for name in ("keys", "operator") if observed.status.get(name)}
-    _, unserved = observed.served.part(status)
+    # `reconcile` claims it before this, if the CRD has the field.
+    _, unserved = observed.served.part({"operator": {}} | status)
     matches = _definition(judged.unread, unserved)
     verdicts.append(matches)
     status["conditions"].append(_condition(observed, matches))

@@ -63,8 +63,12 @@ def _with_its_helper(observed: Observed, kind: Kind, wanted: Body) -> Body:
     template = wanted["spec"]["template"]
     if not image or _template(found) != _template(wanted):
         return wanted
-    metadata = template["metadata"] | {"annotations": template["metadata"]["annotations"] | {names.HELPER_ANNOTATION: image}}
-    pod = template["spec"] | {"initContainers": [entry | {"image": image} for entry in template["spec"]["initContainers"]]}
+    metadata = template["metadata"] | {
+        "annotations": template["metadata"]["annotations"] | {names.HELPER_ANNOTATION: image}
+    }
+    pod = template["spec"] | {
+        "initContainers": [entry | {"image": image} for entry in template["spec"]["initContainers"]]
+    }
     return with_digest({**wanted, "spec": wanted["spec"] | {"template": {"metadata": metadata, "spec": pod}}})
 
 

@@ -68,7 +68,8 @@ def text_of(body: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=KEPT_COUNT_MAX)
 def judge_text(text: str) -> Judged:
     """Check a DisaggDeployment given as `text_of` writes it."""
-    read, unread = None, ()
+    read: manifest.DisaggDeployment | None = None
+    unread: tuple[str, ...] = ()
     try:
         read, unread = manifest.read_known(json.loads(text))
         config = read.agent_config()
