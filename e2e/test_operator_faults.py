@@ -182,9 +182,9 @@ def test_what_agents_say_becomes_conditions(deployments: Deployments, start: Sta
 
     def roles() -> tuple[Any, ...]:
         prefill, decode = (deployments.get("dgdep", "llama")["status"][role] for role in ("prefill", "decode"))
-        return prefill["instances"], prefill.get("wire"), decode.get("wire")
+        return prefill["instances"], prefill.get("wires"), decode.get("wires")
 
-    until(lambda: roles() == (1, "NVLink", "NVLink"), "the roles' wires")
+    until(lambda: roles() == (1, ["NVLink"], ["NVLink"]), "the roles' wires")
     responder.answers[other] = report(
         instance("d-0", "target"), peers=(peer("p-0", "TCP", error="over TCP, and transfer.wires allows only NVLink"),)
     )

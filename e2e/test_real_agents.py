@@ -117,7 +117,7 @@ def test_before_any_engine_has_come_agents_are_ready_and_links_unknown(field: Fi
         # An agent reports the config digests of its own roles, as its pod has them.
         assert agent.digest in status["config"].values()
     status = field.status()
-    assert "wire" not in status["prefill"]
+    assert "wires" not in status["prefill"]
     assert (status["prefill"]["instances"], status["decode"]["instances"]) == (0, 0)
     # No agent was reported as silent while it started, although it is polled before it listens.
     begun = min(_ready_since(pod) for pod in field.deployments.pods())
@@ -141,9 +141,9 @@ def test_engines_that_connect_and_move_pages_make_every_condition_true(
     field.reason("TransportVerified", "WireVerified", "True")
     field.reason("Ready", "Ready", "True")
 
-    def told() -> list[tuple[set[str | None], int]]:
+    def told() -> list[tuple[set[str], int]]:
         status = field.status()
-        return [({status[role].get("wire")}, status[role]["instances"]) for role in ("prefill", "decode")]
+        return [(set(status[role].get("wires", ())), status[role]["instances"]) for role in ("prefill", "decode")]
 
     # An agent that answers late, on a busy machine, is left out for a moment.
     wires = until(lambda: field.prefill.wires("source"), "prefill's wires")

@@ -46,7 +46,7 @@ def newer(properties: Body) -> None:
 def older(properties: Body) -> None:
     """Take away what an earlier release may lack: a part of the status, a column, and conditions by a closed list."""
     status = properties["status"]["properties"]
-    del status["operator"], status["prefill"]["properties"]["dataPath"]
+    del status["operator"], status["prefill"]["properties"]["dataPaths"]
     condition = status["conditions"]["items"]["properties"]["type"]
     condition["enum"] = ["Ready", "Compatible", "AgentsReady", "Progressing"]
 

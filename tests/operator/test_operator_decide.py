@@ -222,7 +222,7 @@ def test_engines_of_one_agent_that_copy_directly_need_no_wire_that_is_allowed() 
     near = peer(wire="SharedMemory", ways=("direct",))
     scene = two(said(PREFILL, DECODE, peers=(near,)), transfer={"wires": ["RDMA"]})
     assert scene.reasons()["TransportVerified"] == "WireVerified"
-    assert "wire" not in scene.decide().status["prefill"]
+    assert "wires" not in scene.decide().status["prefill"]
     far = peer("e", wire="RDMA", ways=("staged",))
     scene = two(said(PREFILL, DECODE, peers=(near, far)), transfer={"wires": ["RDMA"]})
     assert scene.message("TransportVerified") == "RDMA"
@@ -531,7 +531,7 @@ def test_workers_that_die_again_and_again_are_named_in_the_condition() -> None:
 
 def test_what_keeps_strangers_from_data_ports_is_in_the_status_of_each_role_the_best_first() -> None:
     scene = settled()
-    assert "dataPath" not in scene.decide().status["prefill"]
+    assert "dataPaths" not in scene.decide().status["prefill"]
     for node, entry, protections in (("a", PREFILL, ("Open", "Filtered")), ("b", DECODE, ("Absent", ""))):
         engines = (engine(entry.instance, *entry.roles),)
         workers = tuple(
@@ -539,7 +539,7 @@ def test_what_keeps_strangers_from_data_ports_is_in_the_status_of_each_role_the_
         )
         scene.put_agent(node, said=said(entry, workers=workers, node=node))
     status = scene.decide().status
-    assert (status["prefill"]["dataPath"], status["decode"]["dataPath"]) == ("Filtered, Open", "Absent")
+    assert (status["prefill"]["dataPaths"], status["decode"]["dataPaths"]) == (["Filtered", "Open"], ["Absent"])
 
 
 def test_events_tell_of_transitions_and_of_nothing_twice() -> None:

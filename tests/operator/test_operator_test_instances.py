@@ -45,4 +45,4 @@ def test_a_deployment_with_test_instances_alone_has_no_engines() -> None:
     tested = scene(report("a", TESTED, peers=(LOST,)), report("b", TESTING, partial, peers=(LOST,)))
     assert tested.reasons()["EnginesConnected"] == "NoEngines"
     assert tested.decide().status["decode"]["instances"] == 0
-    assert "wire" not in tested.decide().status["decode"]
+    assert "wires" not in tested.decide().status["decode"]

@@ -273,7 +273,7 @@ def _roles(
             entry["expectedInstances"] = role.instances
         if found.unheard:
             before = observed.status.get(name) or {}
-            entry |= {key: before[key] for key in ("instances", "wire", "dataPath") if key in before}
+            entry |= {key: before[key] for key in ("instances", "wires", "dataPaths") if key in before}
         else:
             entry |= found.role_status(half)
         roles[name] = entry

@@ -60,25 +60,25 @@ class Connections:
     def role_status(self, half: str) -> dict[str, object]:
         """Return what the status says of the engines of one half."""
         found: dict[str, object] = {"instances": len(self.instances[half])} if self.answering else {}
-        if wire := self.wires(half):
-            found["wire"] = wire
-        if data_path := self.data_paths(half):
-            found["dataPath"] = data_path
+        if wires := self.wires(half):
+            found["wires"] = wires
+        if data_paths := self.data_paths(half):
+            found["dataPaths"] = data_paths
         return found
 
-    def wires(self, half: str) -> str:
-        """Return the wires that workers of one half use, joined by commas."""
+    def wires(self, half: str) -> list[str]:
+        """Return the wires that workers of one half use."""
         found = {
             peer.wire
             for _, worker, peer in self.peers
             if _known(peer) and needs_wire(peer.ways) and any(half in engine.roles for engine in worker.engines)
         }
-        return ", ".join(sorted(found))
+        return sorted(found)
 
-    def data_paths(self, half: str) -> str:
-        """Return the protection of the data ports of one half's workers, strongest first, joined by commas."""
+    def data_paths(self, half: str) -> list[str]:
+        """Return the protection of the data ports of one half's workers, strongest first."""
         found = {worker.data_path for worker in self.workers if any(half in engine.roles for engine in worker.engines)}
-        return ", ".join(name for name in PROTECTIONS if name in found)
+        return [name for name in PROTECTIONS if name in found]
 
 
 def connections(agents: tuple[Agent, ...]) -> Connections:
