@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
+import tarfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 CHART = ROOT / "charts" / "longshore"
 _RENDER_LIMIT_S = 120.0
+# The release with which this one must work: the first whose operator tolerates another CRD. Its chart is as Helm packed it.
+BASELINE = "cc01b6edca3a40263e2e02da309adacc4e0dd91d"
+BASELINE_CHART = ROOT / "e2e" / "baseline" / "longshore-0.1.0.tgz"
 CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
 
 LEVEL_LABEL = "pod-security.kubernetes.io/enforce"
@@ -59,6 +64,24 @@ def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
         "metadata": {"name": name, "namespace": namespace},
         "spec": base | spec,
     }
+
+
+def baseline_tree(folder: Path) -> Path:
+    """Write the operator's packages of the baseline into a folder and return it. Needs the history of git."""
+    made = subprocess.run(
+        ["git", "archive", BASELINE, "operator", "spec", "wire"], cwd=ROOT, check=True, capture_output=True
+    )
+    with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def baseline_definition() -> str:
+    """Return the text of the baseline's CRD."""
+    with tarfile.open(BASELINE_CHART) as archive:
+        found = archive.extractfile(f"longshore/files/{CRD.name}")
+        assert found is not None
+        return found.read().decode()
 
 
 def rendered_chart(*arguments: str) -> list[Body]:

@@ -28,10 +28,18 @@ class OperatorProcess:
     Args:
         kubeconfig: its kubeconfig; None for the administrator's.
         namespace: namespace of its Lease, which replicas share.
+        tree: of another release, see `deployments.baseline_tree`; None: this one's.
         settings: further settings, by variable without prefix.
     """
 
-    def __init__(self, plane: ControlPlane, namespace: str, kubeconfig: Path | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        namespace: str,
+        kubeconfig: Path | None = None,
+        tree: Path | None = None,
+        **settings: object,
+    ) -> None:
         self.port = free_port()
         self.identity = f"replica-{uuid.uuid4().hex[:6]}"
         chosen = {
@@ -49,6 +57,8 @@ class OperatorProcess:
         }
         foreign = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
         environment = foreign | {"KUBECONFIG": str(kubeconfig or plane.kubeconfig)}
+        if tree is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("operator", "spec", "wire"))
         environment |= {f"LONGSHORE_{name.upper()}": str(value) for name, value in chosen.items()}
         command = [sys.executable, "-m", "longshore_operator.main"]
         self.process = Process(f"operator-{self.identity}", command, plane.folder, environment)

@@ -60,6 +60,15 @@ class Placed:
         }
         self.site.apply(self.namespace, body)
 
+    def rooms(self) -> Rooms:
+        """Create it, and start rooms that move one after the other until the test ends."""
+        self.create()
+        self.wait("Ready")
+        self.start_source()
+        rooms = self.start_target(MANY, tokens=1024)
+        rooms.more(5)
+        return rooms
+
     def change(self, spec: Body) -> None:
         """Merge `spec` into the deployment's."""
         self.site.kubectl(

@@ -28,6 +28,7 @@ from deployments import CHART, ROOT, VERSION
 ROLE = "longshore.dev/role"
 SYSTEM = "longshore-system"
 RELEASE = "longshore"
+NEXT_TAG = "0.1.1"
 _POD_SECURITY = "pod-security.kubernetes.io/enforce"
 _ROLE_KEY = ROLE.replace(".", r"\.")
 COMMAND_LIMIT_S = 240.0
@@ -110,6 +111,14 @@ class Site:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def tag_images(self, tag: str) -> None:
+        """Give both images another tag on both nodes, as if a newer release were pulled."""
+        assert self.real is not None
+        for node in self.real.nodes:
+            for name in (self.operator_image, self.agent_image):
+                other = f"{name.rpartition(':')[0]}:{tag}"
+                node.run("ctr", "--namespace=k8s.io", "images", "tag", "--force", name, other)
+
     def values(self) -> list[str]:
         """Return the chart's values that name the images and the nodes."""
         repository, _, tag = self.operator_image.rpartition(":")
@@ -134,11 +143,11 @@ class Site:
         )
 
 
-def install_release(site: Site) -> None:
-    """Install the chart; its namespace enforces the restricted profile when the operator's pod is created."""
+def install_release(site: Site, chart: Path = CHART, *values: str) -> None:
+    """Install a chart; its namespace enforces the restricted profile when the operator's pod is created."""
     site.kubectl("create", "namespace", SYSTEM)
     site.kubectl("label", "namespace", SYSTEM, f"{_POD_SECURITY}=restricted")
-    site.helm("install", RELEASE, str(CHART), "-n", SYSTEM, "--wait", "--timeout=120s", *site.values())
+    site.helm("install", RELEASE, str(chart), "-n", SYSTEM, "--wait", "--timeout=120s", *site.values(), *values)
     # The agents of `helm test` share a folder of the node, which that profile forbids.
     site.kubectl("label", "namespace", SYSTEM, "--overwrite", f"{_POD_SECURITY}=privileged")
 
@@ -165,7 +174,7 @@ def any_site() -> Iterator[Site]:
         # In CI a skipped test would go unnoticed.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     names = {"prefill": "node-1", "decode": "node-2"}
-    archives = [images_folder() / f"longshore-{name}.tar" for name in ("operator", "agent")]
+    archives = [images_folder() / f"longshore-{name}.tar" for name in ("operator", "agent", "baseline")]
     assert all(path.exists() for path in archives), f"{archives} are missing: run `make images`"
     enter_own_network()
     with RealCluster({name: {ROLE: role} for role, name in names.items()}, archives) as cluster:

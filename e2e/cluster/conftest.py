@@ -60,6 +60,19 @@ def release(site: Site) -> Iterator[str]:
 
 
 @pytest.fixture
+def bare(site: Site, release: str) -> Iterator[Site]:
+    """The cluster without a release. The release comes back for the next test."""
+    if site.real is None:
+        pytest.skip(
+            "removes the release, or installs into namespaces of a page: only on the nodes of `make e2e-cluster`"
+        )
+    remove_release(site)
+    yield site
+    remove_release(site)
+    install_release(site)
+
+
+@pytest.fixture
 def namespace(site: Site, release: str) -> Iterator[str]:
     """A namespace for one test, deleted afterwards with its content."""
     name = f"e2e-{uuid.uuid4().hex[:8]}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from cluster_pods import Placed, Rooms
-from cluster_site import CHART, SYSTEM, Site
+from cluster_site import CHART, NEXT_TAG, RELEASE, SYSTEM, Site, install_release
 from controlplane.waiting import until
+from deployments import BASELINE_CHART, VERSION
 
 
 def test_helm_upgrade_replaces_the_operator_and_no_agent(site: Site, placed: Placed, load: Rooms) -> None:
@@ -16,6 +17,39 @@ def test_helm_upgrade_replaces_the_operator_and_no_agent(site: Site, placed: Pla
     placed.wait("Ready")
     assert [placed.agent(role) for role in site.nodes] == agents
     assert load.failed() == []
+
+
+@pytest.mark.shortest
+def test_an_upgrade_from_the_last_release_and_a_rollback_take_no_deployment_from_ready(
+    bare: Site, placed: Placed
+) -> None:
+    """Operator, chart and CRD change while rooms move, first with the same agent's image, then with another one."""
+    install_release(bare, BASELINE_CHART, "--set=image.tag=baseline")
+    rooms = placed.rooms()
+    agents, since = [placed.agent(role) for role in bare.nodes], placed.transitions()["Ready"]
+    options = ("-n", SYSTEM, "--wait", "--timeout=120s")
+    upgrade = ("upgrade", RELEASE, str(CHART), "--reset-then-reuse-values", *options)
+    for command in ((*upgrade, f"--set=image.tag={VERSION}"), ("rollback", RELEASE, *options)):
+        bare.helm(*command)
+        rooms.more(10)
+        placed.wait("Ready")
+        assert placed.transitions()["Ready"] == since
+        assert [placed.agent(role) for role in bare.nodes] == agents
+
+    bare.tag_images(NEXT_TAG)
+    image = f"{bare.agent_image.rpartition(':')[0]}:{NEXT_TAG}"
+    bare.helm(*upgrade, f"--set=image.tag={NEXT_TAG}", f"--set=agent.image={image}")
+    reasons = set()
+
+    def replaced() -> bool:
+        reasons.add(placed.condition("AgentsReady")[1])
+        return all(placed.is_ready(name) and name not in agents for name in map(placed.agent, bare.nodes))
+
+    until(replaced, "the agents are of the next release")
+    rooms.more(10)
+    placed.wait("Ready")
+    assert reasons <= {"AgentsUpdating", "AgentsOutdated", "AllAgentsReady"}
+    assert rooms.failed() == []
 
 
 def test_a_replaced_operator_leaves_the_status_as_it_was(site: Site, placed: Placed, load: Rooms) -> None:

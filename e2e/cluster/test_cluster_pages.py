@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
-from cluster_pods import MANY, READY_LIMIT_S, Placed, Rooms
-from cluster_site import SYSTEM, Site, install_release, remove_release
+from cluster_pods import READY_LIMIT_S, Placed
+from cluster_site import NEXT_TAG, SYSTEM, Site
 from controlplane.waiting import until
 from deployments import VERSION
 from pages import REGISTRY, commands, typed
 
 PAGE = "docs/how-to/kubernetes.md"
-NEXT_TAG = "0.1.1"
-
-
-@pytest.fixture
-def bare(site: Site, release: str) -> Iterator[Site]:
-    """The cluster without a release. The release comes back for the next test."""
-    if site.real is None:
-        pytest.skip("types commands that install into namespaces of a page: only on the nodes of `make e2e-cluster`")
-    remove_release(site)
-    yield site
-    remove_release(site)
-    install_release(site)
 
 
 @pytest.mark.shortest
@@ -44,10 +31,10 @@ def test_the_page_on_kubernetes_installs_upgrades_rolls_back_and_removes(bare: S
     assert re.search(r"^llama-70b +True +Ready +1/1 TP4 +1/1 TP1 +2/2 +NIXL ", table, re.MULTILINE), table
     bare.kubectl("delete", "dgdep", "llama-70b", "--cascade=foreground", "--timeout=120s")
 
-    rooms = _rooms(placed)
+    rooms = placed.rooms()
     upgrade, roll_back = commands(PAGE, "## Upgrade and roll back")
     for command, tag in ((upgrade, NEXT_TAG), (roll_back, VERSION)):
-        _tag_images(bare, NEXT_TAG)
+        bare.tag_images(NEXT_TAG)
         typed(bare, command, tag=NEXT_TAG)
         until(lambda tag=tag: _images(placed) == {f"{REGISTRY}/longshore-agent:{tag}"}, f"all agents are of {tag}")  # type: ignore[misc]
         placed.wait("Ready")
@@ -61,25 +48,6 @@ def test_the_page_on_kubernetes_installs_upgrades_rolls_back_and_removes(bare: S
     )
     assert "longshore" not in bare.kubectl("get", "crd,clusterrole,clusterrolebinding", "-o", "name")
     assert bare.kubectl("-n", SYSTEM, "get", "lease,deployment,secret,role", "-o", "name") == ""
-
-
-def _rooms(placed: Placed) -> Rooms:
-    """Start rooms that move one after the other until the test ends."""
-    placed.create()
-    placed.wait("Ready")
-    placed.start_source()
-    rooms = placed.start_target(MANY, tokens=1024)
-    rooms.more(5)
-    return rooms
-
-
-def _tag_images(site: Site, tag: str) -> None:
-    """Give both images another tag on both nodes, as if a newer release were pulled."""
-    assert site.real is not None
-    for node in site.real.nodes:
-        for name in (site.operator_image, site.agent_image):
-            other = f"{name.rpartition(':')[0]}:{tag}"
-            node.run("ctr", "--namespace=k8s.io", "images", "tag", "--force", name, other)
 
 
 def _images(placed: Placed) -> set[str]:
