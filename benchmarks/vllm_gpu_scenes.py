@@ -40,7 +40,7 @@ KV_BYTES = 8 << 30
 # vLLM's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
 # Another checkout, and the end of the names of connectors that run with its agents and its connector.
-OTHER_TREE, OTHER = "LONGSHORE_OTHER_TREE", ", other tree"
+OTHER_TREE, OTHER = "OTHER_TREE", ", other tree"
 OURS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
 AGENTS: Mapping[str, int] = {**OURS, **{name + OTHER: count for name, count in OURS.items()}}
 NIXL, MOONCAKE, FLOOR = "NixlConnector", "MooncakeConnector", "floor"

@@ -15,7 +15,7 @@ answer a prompt is left out from then on, and `failed` says why. `memory`: of ea
 worker of an agent, by nvidia-smi, before the first prompt.
 
 "Longshore, two agents, other tree" and "Longshore, one agent, other tree" have the agents and the connector of the checkout
-LONGSHORE_OTHER_TREE, and are left out unless they are named.
+OTHER_TREE, and are left out unless they are named.
 
 With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends. Its
 server takes clients before the first of them starts, and agents refuse engines where they are no clients of it.
@@ -343,6 +343,16 @@ def directions_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def connectors_of(text: str) -> list[str]:
+    """Return names of connectors. Raises SystemExit for an unknown one, and if one lacks its checkout."""
+    names = text.split(";")
+    if not set(names) <= set(CONNECTORS) or set(names) == {FLOOR}:
+        raise SystemExit(f"--connectors has {text!r}: give some of {'; '.join(CONNECTORS)}")
+    if any(name.endswith(OTHER) for name in names) and OTHER_TREE not in os.environ:
+        raise SystemExit(f"{OTHER_TREE} must name a checkout for the connectors of another tree")
+    return names
+
+
 def main() -> None:
     """Run everything, and write the results after each table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -364,11 +374,7 @@ def main() -> None:
     if chosen.draw:
         draw(json.loads(chosen.json.read_text()), chosen.draw)
         return
-    directions, names = directions_of(chosen.directions), chosen.connectors.split(";")
-    if not set(names) <= set(CONNECTORS) or set(names) == {FLOOR}:
-        raise SystemExit(f"--connectors has {chosen.connectors!r}: give some of {'; '.join(CONNECTORS)}")
-    if any(name.endswith(OTHER) for name in names) and OTHER_TREE not in os.environ:
-        raise SystemExit(f"{OTHER_TREE} must name a checkout for the connectors of another tree")
+    directions, names = directions_of(chosen.directions), connectors_of(chosen.connectors)
     arguments = shlex.split(chosen.engine_arguments)
     machine = about(arguments)
     devices = devices_of([side for side in SIDES if any(side in pair for pair in directions)], len(machine["gpus"]))
