@@ -45,9 +45,9 @@ PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", 
 """
 
 
-def python_path(first: str | None) -> str:
-    """Return the folders that an engine's Python searches, `first` before the connectors."""
-    folders = [ROOT / "engines", ROOT / "client", ROOT / "wire", Path(__file__).parent]
+def python_path(first: str | None, tree: Path = ROOT) -> str:
+    """Return the folders that an engine's Python searches, `first` before the connectors of a checkout."""
+    folders = [tree / "engines", tree / "client", tree / "wire", Path(__file__).parent]
     return os.pathsep.join([*filter(None, [first]), *map(str, folders)])
 
 

@@ -1,6 +1,7 @@
 """Runs real vLLM engines on GPUs, with an agent or with another connector, for `vllm_on_gpus`.
 
-An engine of TP2 runs on both GPUs, and one of TP1 on the last. Engines of a scene serve each other in both directions.
+An engine of TP2 runs on both GPUs, and one of TP1 on the last. On a machine with one GPU all engines of TP1 share it. Engines
+of a scene serve each other in both directions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-from served_engines import LOG_CHARACTERS, ServedEngine, python_path
+from served_engines import LOG_CHARACTERS, ROOT, ServedEngine, python_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -38,7 +39,10 @@ TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
 KV_BYTES = 8 << 30
 # vLLM's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
-AGENTS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
+# Another checkout, and the end of the names of connectors that run with its agents and its connector.
+OTHER_TREE, OTHER = "OTHER_TREE", ", other tree"
+OURS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
+AGENTS: Mapping[str, int] = {**OURS, **{name + OTHER: count for name, count in OURS.items()}}
 NIXL, MOONCAKE, FLOOR = "NixlConnector", "MooncakeConnector", "floor"
 MOONCAKE_TCP = f"{MOONCAKE}, TCP"
 # Mooncake's library chooses its transport by these variables, not by `mooncake_protocol`. TCP fails a prompt with more pieces
@@ -54,6 +58,14 @@ REQUEST_LIMIT_S = 45.0
 CONNECTORS = (*AGENTS, NIXL, *MOONCAKES, FLOOR)
 
 
+def devices_of(sides: Sequence[str], gpu_count: int) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each side. Raises SystemExit if the machine has too few."""
+    needed_count = max(len(SIDES[side]) for side in sides)
+    if gpu_count < needed_count:
+        raise SystemExit(f"an engine of TP{needed_count} needs as many GPUs, and nvidia-smi lists {gpu_count}")
+    return {side: SIDES[side] if gpu_count > 1 else (0,) for side in sides}
+
+
 @dataclass
 class Engine(ServedEngine):
     """One `vllm serve`; `start` returns at once.
@@ -61,10 +73,12 @@ class Engine(ServedEngine):
     Attributes:
         transfer: vLLM's `--kv-transfer-config`.
         known: of its prompts, for decode, if that is known before prefill answers.
+        tree: the checkout with its connector.
     """
 
     transfer: Mapping[str, Any] = field(default_factory=dict)
     known: Mapping[str, Any] = field(default_factory=dict)
+    tree: Path = ROOT
 
     def command(self) -> list[str]:
         """Return the program and its arguments."""
@@ -82,7 +96,8 @@ class Engine(ServedEngine):
 
     def variables(self) -> dict[str, str]:
         """Return the environment in addition to ours."""
-        return {**GPU_VARIABLES, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": python_path(os.environ.get(PATH))}
+        path = python_path(os.environ.get(PATH), self.tree)
+        return {**GPU_VARIABLES, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
 
     def complete(self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a completion."""
@@ -109,6 +124,7 @@ class Scene:
     """The engines of one connector, by their names in `SIDES`, and their agents.
 
     Args:
+        devices: the GPUs of each side.
         steps: the engines report their steps of each room to the agents.
     Attributes:
         kinds: how prompts are given to the engines: "in turn", "at once", or "floor".
@@ -118,7 +134,7 @@ class Scene:
     def __init__(
         self,
         name: str,
-        sides: Sequence[str],
+        devices: Mapping[str, tuple[int, ...]],
         model: Path,
         directory: Path,
         first_port: int,
@@ -132,20 +148,23 @@ class Scene:
         self.kinds = (FLOOR,) if name == FLOOR else ("in turn",) if name == NIXL else ("in turn", "at once")
         settings = {"LONGSHORE_DEPLOYMENT": "bench/vllm", "LONGSHORE_GPU_MPS": str(bool(environment)).lower()}
         settings |= {"LONGSHORE_CLIENT_SPANS": str(steps).lower()}
+        tree = Path(os.environ[OTHER_TREE]).resolve() if name.endswith(OTHER) else ROOT
+        settings |= {"PYTHONPATH": os.pathsep.join(path.replace(str(ROOT), str(tree), 1) for path in sys.path)}
         self.agents = [
             self._stack.enter_context(GPUAgent(**settings, **environment)) for _ in range(AGENTS.get(name, 0))
         ]
         self.engines: dict[str, Engine] = {}
-        for index, side in enumerate(sides):
+        for index, side in enumerate(devices):
             instance = f"{side}-{first_port}".replace(" ", "-")
             more, variables, known = self._connector(side, first_port + 50 + 10 * index)
             transfer = {"kv_role": "kv_both", "engine_id": instance, **more}
             known |= {"remote_engine_id": instance} if known else {}
             label = f"{name}-{side}".replace(",", "").replace(" ", "-")
             self.engines[side] = Engine(
-                *(label, model, SIDES[side], first_port + index, directory, {**environment, **variables}, arguments),
+                *(label, model, devices[side], first_port + index, directory, {**environment, **variables}, arguments),
                 transfer=transfer,
                 known=known,
+                tree=tree,
                 request_limit_s=REQUEST_LIMIT_S,
             )
 

@@ -14,10 +14,14 @@ once: tokens that differ are counted, since vLLM's batches, and with them its ro
 answer a prompt is left out from then on, and `failed` says why. `memory`: of each
 worker of an agent, by nvidia-smi, before the first prompt.
 
+"Longshore, two agents, other tree" and "Longshore, one agent, other tree" have the agents and the connector of the checkout
+OTHER_TREE, and are left out unless they are named.
+
 With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends. Its
 server takes clients before the first of them starts, and agents refuse engines where they are no clients of it.
 
-Needs two GPUs, and an interpreter with vLLM and NIXL as e2e/vllm/requirements-gpu.lock pins them: VLLM_PYTHON, or this one.
+Needs two GPUs, one for TP1:TP1, whose engines then share it, and an interpreter with vLLM and NIXL as
+e2e/vllm/requirements-gpu.lock pins them: VLLM_PYTHON, or this one.
 VLLM_PATH has folders of packages that it lacks, such as Mooncake's (mooncake-transfer-engine-cuda13).
 """
 
@@ -41,13 +45,13 @@ from typing import Any, NamedTuple
 
 import httpx
 from served_engines import VOCABULARY, about, make_model, mps, program, spread, tokens_of
-from vllm_gpu_scenes import AGENTS, CONNECTORS, FLOOR, NIXL, PATH, PYTHON, SIDES, Scene
+from vllm_gpu_scenes import CONNECTORS, FLOOR, NIXL, OTHER, OTHER_TREE, OURS, PATH, PYTHON, SIDES, Scene, devices_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
 from scene import TO_PREFILL
 
-DEFAULT_CONNECTORS = (*AGENTS, NIXL, FLOOR)
+DEFAULT_CONNECTORS = (*OURS, NIXL, FLOOR)
 DIRECTIONS = "TP2:TP1,TP1:TP2"
 LENGTHS, QUICK_LENGTHS = (64, 512, 2_048, 4_096, 8_192, 16_000), (512, 4_096, 16_000)
 REPEATS, QUICK_REPEATS = 9, 5
@@ -339,6 +343,16 @@ def directions_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def connectors_of(text: str) -> list[str]:
+    """Return names of connectors. Raises SystemExit for an unknown one, and if one lacks its checkout."""
+    names = text.split(";")
+    if not set(names) <= set(CONNECTORS) or set(names) == {FLOOR}:
+        raise SystemExit(f"--connectors has {text!r}: give some of {'; '.join(CONNECTORS)}")
+    if any(name.endswith(OTHER) for name in names) and OTHER_TREE not in os.environ:
+        raise SystemExit(f"{OTHER_TREE} must name a checkout for the connectors of another tree")
+    return names
+
+
 def main() -> None:
     """Run everything, and write the results after each table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -360,11 +374,10 @@ def main() -> None:
     if chosen.draw:
         draw(json.loads(chosen.json.read_text()), chosen.draw)
         return
-    directions, names = directions_of(chosen.directions), chosen.connectors.split(";")
-    if not set(names) <= set(CONNECTORS) or set(names) == {FLOOR}:
-        raise SystemExit(f"--connectors has {chosen.connectors!r}: give some of {'; '.join(CONNECTORS)}")
-    sides = [side for side in SIDES if any(side in pair for pair in directions)]
+    directions, names = directions_of(chosen.directions), connectors_of(chosen.connectors)
     arguments = shlex.split(chosen.engine_arguments)
+    machine = about(arguments)
+    devices = devices_of([side for side in SIDES if any(side in pair for pair in directions)], len(machine["gpus"]))
     mode = f"{chosen.directions} {'mps' if chosen.mps else 'time-sliced'}"
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -378,7 +391,7 @@ def main() -> None:
             stack.enter_context(
                 Scene(
                     name,
-                    sides,
+                    devices,
                     model,
                     logs,
                     FIRST_PORT + 100 * index,
@@ -397,7 +410,7 @@ def main() -> None:
                 print(f"{scene.name} is left out: {error}", flush=True)
         print(f"{mode}: all engines serve after {time.monotonic() - begin_s:.0f} s", flush=True)
         kept = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
-        results: dict[str, Any] = {"memory_mib": memory_taken(scenes), "alone": [], "loads": []} | about(arguments)
+        results: dict[str, Any] = {"memory_mib": memory_taken(scenes), "alone": [], "loads": []} | machine
 
         def note(table: str, rows: list[dict[str, Any]]) -> None:
             results[table] += rows

@@ -50,9 +50,9 @@ class GPUAgent:
         self._folder = tempfile.TemporaryDirectory(prefix="longshore-gpu-")
         self.directory = Path(self._folder.name)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
-        environment |= {"LONGSHORE_DEPLOYMENT": "tests/gpu", **settings}
         path = [_PLANTS, *sys.path] if "PLANT_FILE" in settings else sys.path
-        environment |= {"LONGSHORE_RUN_DIRECTORY": str(self.directory), "PYTHONPATH": os.pathsep.join(path)}
+        environment |= {"LONGSHORE_DEPLOYMENT": "tests/gpu", "PYTHONPATH": os.pathsep.join(path), **settings}
+        environment |= {"LONGSHORE_RUN_DIRECTORY": str(self.directory)}
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "longshore_agent.main"], env=environment, stderr=log, stdin=subprocess.DEVNULL
