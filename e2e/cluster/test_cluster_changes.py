@@ -39,16 +39,16 @@ def test_an_upgrade_from_the_last_release_and_a_rollback_take_no_deployment_from
     bare.tag_images(NEXT_TAG)
     image = f"{bare.agent_image.rpartition(':')[0]}:{NEXT_TAG}"
     bare.helm(*upgrade, f"--set=image.tag={NEXT_TAG}", f"--set=agent.image={image}")
-    reasons = set()
+    reasons: set[tuple[str, str]] = set()
 
     def replaced() -> bool:
-        reasons.add(placed.condition("AgentsReady")[1])
+        reasons.add(placed.condition("AgentsReady")[1:])
         return all(placed.is_ready(name) and name not in agents for name in map(placed.agent, bare.nodes))
 
     until(replaced, "the agents are of the next release")
     rooms.more(10)
     placed.wait("Ready")
-    assert reasons <= {"AgentsUpdating", "AgentsOutdated", "AllAgentsReady"}
+    assert {reason for reason, _ in reasons} <= {"AgentsUpdating", "AgentsOutdated", "AllAgentsReady"}, reasons
     assert rooms.failed() == []
 
 

@@ -57,6 +57,7 @@ class AgentPod:
         config, keys, template: digests of the config, the keys and the pod template that it was started with.
         trouble: why it is not ready, if the kubelet or scheduler reports a cause.
         starting: its containers are starting for the first time, without a failure so far.
+        unprobed_since: when its containers started (RFC 3339) if no probe has found it ready since; else empty.
         created: RFC 3339.
     """
 
@@ -73,6 +74,7 @@ class AgentPod:
     template: str = ""
     trouble: str = ""
     starting: bool = False
+    unprobed_since: str = ""
     ending: bool = False
     created: str = ""
 
@@ -266,6 +268,7 @@ def read_pod(body: Body) -> AgentPod | None:
         template=(metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION, ""),
         trouble="" if ready else _trouble(status),
         starting=not ready and not _trouble(status) and _is_starting(status),
+        unprobed_since="" if ready or _trouble(status) else _unprobed_since(status),
         ending=bool(metadata.get("deletionTimestamp")),
         created=str(metadata.get("creationTimestamp") or ""),
     )
@@ -299,6 +302,18 @@ def _is_starting(status: Body) -> bool:
     return not states or any(
         "running" not in (state.get("state") or {}) or state.get("started") is False for state in states
     )
+
+
+def _unprobed_since(status: Body) -> str:
+    """Return when the containers started, if the pod has been unready since and none was restarted; else an empty text."""
+    states = status.get("containerStatuses") or ()
+    starts = [str(((state.get("state") or {}).get("running") or {}).get("startedAt") or "") for state in states]
+    unready = next(
+        (c.get("lastTransitionTime") or "" for c in status.get("conditions") or () if c["type"] == "Ready"), ""
+    )
+    if not unready or not all(starts) or any(state.get("restartCount") for state in states):
+        return ""
+    return max(starts, default="") if unready <= min(starts, default="") else ""
 
 
 def _trouble(status: Body) -> str:

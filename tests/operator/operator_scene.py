@@ -139,11 +139,14 @@ class Scene:
         config: str | None = None,
         created: str = "2026-01-01T00:00:00Z",
         template: str | None = None,
+        started: str = "",
+        unready: str = "",
     ) -> None:
         """Add an agent on a node. Without `said` a poll `age_s` ago got no answer, or (not `asked`) it was not polled yet.
 
         Args:
             roles, config, template: None for those of the node's role and of its DaemonSet.
+            started, unready: when its container started, and when the pod's readiness last changed.
         """
         found = self.world.nodes.get(node)
         roles = roles or (found.labels.get("role", names.BOTH) if found is not None else names.BOTH)
@@ -151,7 +154,7 @@ class Scene:
             config = self.configs().get(roles, "")
         if template is None:
             template = self.configs(names.TEMPLATE_ANNOTATION).get(roles, "")
-        state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
+        state = {"waiting": {"reason": trouble}} if trouble else {"running": {"startedAt": started}}
         containers = [{"state": state, "started": not starting, "restartCount": 0}]
         name = f"{key.name}-{node}"
         self.put(
@@ -171,7 +174,7 @@ class Scene:
                 "spec": {"nodeName": node, "containers": []},
                 "status": {
                     "podIP": "10.0.0.1",
-                    "conditions": [{"type": "Ready", "status": str(ready)}],
+                    "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": unready}],
                     "containerStatuses": containers,
                 },
             },

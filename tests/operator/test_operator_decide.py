@@ -11,6 +11,7 @@ from operator_scene import DECODE, IMAGES, KEY, NOW_S, PREFILL, Scene, engine, f
 from status_scene import worker
 
 from longshore_operator import kinds, names
+from longshore_operator.decide.decision import decide
 from longshore_operator.observe import Refusal
 from longshore_operator.served import Served
 from longshore_operator.world import ChildKey, Key, Poll
@@ -315,6 +316,30 @@ def test_agents_of_an_incompatible_spec_stay_as_they_were() -> None:
 def test_an_unready_agent_is_named_with_what_the_kubelet_says() -> None:
     scene = counted(2, 1, 2, trouble="ImagePullBackOff")
     assert "a (ImagePullBackOff)" in scene.message("AgentsReady")
+
+
+@pytest.mark.parametrize(
+    ("unready", "now", "words", "reason"),
+    [
+        # The kubelet says in one step that the container has started, and in the next that it is ready.
+        ("2026-01-01T00:00:03Z", "2026-01-01T00:00:06Z", (), "AgentsUpdating"),
+        ("2026-01-01T00:00:03Z", "2026-01-01T00:00:06Z", ("the self-test failed",), "AgentsNotReady"),
+        ("2026-01-01T00:00:03Z", "2026-01-01T00:02:36Z", (), "AgentsNotReady"),
+        ("2026-01-01T00:00:06Z", "2026-01-01T00:00:07Z", (), "AgentsNotReady"),
+    ],
+    ids=("just started", "it says why", "for long", "it was ready"),
+)
+def test_an_agent_that_has_just_started_is_updating_until_a_probe_or_it_says_more(
+    unready: str, now: str, words: tuple[str, ...], reason: str
+) -> None:
+    scene = settled()
+    scene.count(2, 1, 2)
+    report = finds("SelfTestFailed", *words) if words else None
+    scene.put_agent("b", ready=False, said=report, started="2026-01-01T00:00:05Z", unready=unready)
+    observed = dataclasses.replace(scene.observe(), now=now)
+    status = decide(observed, IMAGES).status
+    assert status is not None
+    assert {entry["type"]: entry["reason"] for entry in status["conditions"]}["AgentsReady"] == reason
 
 
 def test_an_agent_that_was_not_asked_yet_is_not_called_silent() -> None:

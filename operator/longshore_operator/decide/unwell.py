@@ -20,6 +20,8 @@ _REPEATED_S = 150.0
 _CLOCKS_S = 5.0
 # A pod that has not started for this long is reported without a failure. Pulling an image of some GB takes minutes.
 START_LIMIT_S = 600.0
+# The kubelet starts an agent within this time or restarts it, and asks then whether it is ready.
+PROBE_LIMIT_S = 150.0
 # A pod's name ends in five random characters.
 _RANDOM_END = re.compile(r"(-agent(?:-[a-z]+)?)-[a-z0-9]{5}\b")
 
@@ -51,12 +53,18 @@ def agents(observed: Observed, left_out: Collection[str]) -> list[str]:
             continue
         words = _warned(agent.pod, observed.warnings.get(agent.pod.uid), observed.now)
         late = bool(agent.pod.created) and seconds(agent.pod.created, observed.now) > START_LIMIT_S
-        if agent.pod.starting and not words and not late:
+        if (agent.pod.starting or _is_unprobed(agent, observed.now)) and not words and not late:
             continue
         cause = "; ".join(filter(None, (agent.pod.trouble, words, _own_words(agent))))
         cause = cause or (f"not started within {START_LIMIT_S:g} s" if agent.pod.starting else "not ready")
         found.append(f"{agent.pod.node or agent.pod.name} ({_short(cause)})")
     return found
+
+
+def _is_unprobed(agent: Agent, now: str) -> bool:
+    """Whether an agent has just started and neither a probe nor the agent itself has said how it is."""
+    since = agent.pod.unprobed_since
+    return bool(since) and not _own_words(agent) and seconds(since, now) <= PROBE_LIMIT_S
 
 
 def _warned(pod: AgentPod, warned: Warned | None, now: str) -> str:
