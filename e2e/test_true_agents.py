@@ -88,6 +88,32 @@ def test_tainted_nodes_are_counted_as_the_scheduler_does(
     remove_node(plane, f"{node}1")
 
 
+def test_a_taint_of_a_node_whose_agent_runs_leaves_the_deployment_ready_until_the_agent_ends(
+    plane: ControlPlane, deployments: Deployments, node: str
+) -> None:
+    """As an autoscaler taints a node that it wants to empty, or an administrator before maintenance."""
+    deployments.apply(decode=decode_on(deployments.namespace))
+    since = deployments.wait_reason("Ready", "Ready")["lastTransitionTime"]
+    taint(plane, node, {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"})
+    said(deployments, "AllAgentsReady", f"no new one start: {node} (karpenter.sh/disrupted:NoSchedule)")
+    plane.kubectl("cordon", node)
+    deployments.apply(decode=decode_on(deployments.namespace), transfer={"chunkTokens": 4096})
+    ready = deployments.wait_reason("Ready", "Ready")
+    assert ready["lastTransitionTime"] == since
+    assert deployments.get("dgdep", "llama")["status"]["decode"]["summary"] == "1/1 TP1"
+    assert deployments.condition("Progressing")["reason"] == "Settled"
+    [pod] = [pod for pod in deployments.pods() if pod["spec"]["nodeName"] == node]
+    plane.kubectl("delete", "pod", pod["metadata"]["name"], "-n", deployments.namespace)
+    said(deployments, "NodesTainted", f"{node} (karpenter.sh/disrupted:NoSchedule)")
+
+
+def test_a_taint_that_evicts_agents_is_told(plane: ControlPlane, deployments: Deployments, node: str) -> None:
+    deployments.apply(decode=decode_on(deployments.namespace))
+    deployments.wait_reason("Ready", "Ready")
+    taint(plane, node, {"key": "maintenance", "effect": "NoExecute"})
+    said(deployments, "NodesTainted", f"{node} (maintenance:NoExecute)")
+
+
 QUOTA = {"apiVersion": "v1", "kind": "ResourceQuota", "spec": {"hard": {"pods": "0"}}}
 
 

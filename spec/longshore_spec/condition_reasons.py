@@ -138,7 +138,8 @@ TABLE = (
         _C.AGENTS_READY,
         "NodesTainted",
         _F,
-        "Every node that a role's selector picks has a taint that the agents do not tolerate.",
+        "Every node that a role's selector picks has a taint that the agents do not tolerate. An agent that runs counts until a "
+        "taint with NoExecute ends it.",
         "Tolerate the taint of the message in agents.tolerations, or remove it.",
     ),
     Reason(

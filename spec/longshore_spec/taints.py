@@ -36,21 +36,22 @@ def of_node(node: Mapping[str, Any]) -> tuple[Taint, ...]:
 
 
 def keeping_out(
-    taints: Iterable[Taint], tolerations: Iterable[Mapping[str, Any]], *, host_network: bool
+    taints: Iterable[Taint], tolerations: Iterable[Mapping[str, Any]], *, host_network: bool, runs: bool = False
 ) -> Taint | None:
     """Return the first taint that keeps a DaemonSet's pod with these tolerations from a node; None: it may run there.
 
     Args:
+        runs: it runs there already, so that only a taint with NoExecute ends it.
         tolerations: those of the pod template, to which the DaemonSet controller adds its own.
         host_network: the pod runs in the node's network.
     """
     own = [*_OWN_TOLERATIONS, *([_HOST_NETWORK_TOLERATION] if host_network else [])]
-    given = list(tolerations)
+    given, effects = list(tolerations), {"NoExecute"} if runs else _KEEPING_OUT
     return next(
         (
             taint
             for taint in taints
-            if taint.effect in _KEEPING_OUT
+            if taint.effect in effects
             and (taint.key, taint.effect) not in own
             and not any(_tolerates(entry, taint) for entry in given)
         ),

@@ -60,9 +60,12 @@ def paused() -> Scene:
 
 
 def nodes_of_decode(*taints: str, ready: bool = True) -> Scene:
-    """Give decode's only node these taints, or remove it if it would get an agent."""
+    """Give decode's only node, whose agent has ended, these taints, or remove it if it would get an agent."""
     scene = settled()
     scene.put(kinds.NODE, {"metadata": {"name": "b"}}, deleted=True)
+    labels = {names.DEPLOYMENT_LABEL: KEY.name}
+    pod = {"name": f"{KEY.name}-b", "namespace": KEY.namespace, "labels": labels}
+    scene.put(kinds.POD, {"metadata": pod, "status": {}}, deleted=True)
     if taints or not ready:
         scene.put_node("b", "decode", *taints, ready=ready)
     return scene

@@ -73,9 +73,14 @@ def test_tainted_nodes_are_said_to_be_so_and_tolerated_ones_count() -> None:
     assert scene.reasons()["AgentsReady"] == "AllAgentsReady"
     assert f"without an agent: c (tainted {GPU})" in scene.message("AgentsReady")
     assert role_of(scene, "decode")["summary"] == "1/1 TP1"
+    # An agent that runs stays, and does not come again.
     scene.put_node("b", "decode", GPU)
+    assert scene.reasons()["AgentsReady"] == "AllAgentsReady"
+    assert f"taints let these agents run and no new one start: b ({GPU})" in scene.message("AgentsReady")
+    evicting = GPU.replace("NoSchedule", "NoExecute")
+    scene.put_node("b", "decode", evicting)
     assert scene.reasons()["AgentsReady"] == "NodesTainted"
-    assert f"nodes are picked by decode (role=decode) but tainted: b ({GPU})" in scene.message("AgentsReady")
+    assert f"nodes are picked by decode (role=decode) but tainted: b ({evicting})" in scene.message("AgentsReady")
     scene = settled(agents={"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]})
     scene.put_node("c", "decode", GPU)
     assert role_of(scene, "decode")["summary"] == "1/2 TP1"
@@ -109,6 +114,11 @@ def test_taints_and_tolerations_count_as_for_a_daemon_set(
     found = place("decode", {}, {"n": Node({}, (taint,))}, [daemon_set])
     assert (found.expected, dict(found.tainted)) == (
         (frozenset({"n"}), {}) if runs else (frozenset(), {"n": str(taint)})
+    )
+    found = place("decode", {}, {"n": Node({}, (taint,))}, [daemon_set], running={"n"})
+    ends = not runs and taint.effect == "NoExecute"
+    assert (found.expected, dict(found.staying)) == (
+        (frozenset(), {}) if ends else (frozenset({"n"}), {} if runs else {"n": str(taint)})
     )
 
 

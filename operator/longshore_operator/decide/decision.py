@@ -252,7 +252,8 @@ def _definition(unread: Sequence[str], unserved: Sequence[str]) -> Verdict:
 
 def _placed(observed: Observed, manifest: DisaggDeployment, daemon_sets: Sequence[Body]) -> tuple[Placed, ...]:
     roles = ((names.PREFILL, manifest.spec.prefill), (names.DECODE, manifest.spec.decode))
-    return tuple(place(name, role.node_selector, observed.nodes or {}, daemon_sets) for name, role in roles)
+    running = {agent.pod.node for agent in observed.agents if not agent.pod.ending}
+    return tuple(place(name, role.node_selector, observed.nodes or {}, daemon_sets, running) for name, role in roles)
 
 
 def _roles(

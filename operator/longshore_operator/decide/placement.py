@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Placed:
     Attributes:
         expected: they must run an agent.
         tainted: the others that the selector picks, with a taint that the agents do not tolerate.
+        staying: expected ones whose agent runs, and which a taint keeps from getting another one.
         down: the others that the selector picks, which are not ready.
     """
 
@@ -29,22 +30,30 @@ class Placed:
     selector: str
     expected: frozenset[str] = frozenset()
     tainted: Mapping[str, str] = field(default_factory=dict)
+    staying: Mapping[str, str] = field(default_factory=dict)
     down: frozenset[str] = frozenset()
 
 
-def place(role: str, labels: Mapping[str, str], nodes: Mapping[str, Node], daemon_sets: Sequence[Body]) -> Placed:
+def place(
+    role: str,
+    labels: Mapping[str, str],
+    nodes: Mapping[str, Node],
+    daemon_sets: Sequence[Body],
+    running: Collection[str] = (),
+) -> Placed:
     """Return the nodes of a role.
 
     Args:
         labels: the role's selector.
         daemon_sets: those that the spec renders to; with none, for example of an invalid spec, taints are unknown.
+        running: nodes with an agent that is not ending.
     """
     pods = [
         body["spec"]["template"]["spec"]
         for body in daemon_sets
         if body["metadata"]["labels"][names.ROLES_LABEL] in {role, names.BOTH}
     ]
-    expected, tainted, down = set(), {}, set()
+    expected, tainted, staying, down = set(), {}, {}, set()
     for name, node in nodes.items():
         if not labels.items() <= node.labels.items():
             continue
@@ -53,16 +62,18 @@ def place(role: str, labels: Mapping[str, str], nodes: Mapping[str, Node], daemo
             continue
         if not node.ready or any(taint.key in _DOWN for taint in node.taints):
             down.add(name)
-        elif pods and (taint := _kept_out(pod or {}, node)) is not None:
+        elif pods and (taint := _kept_out(pod or {}, node, runs=name in running)) is not None:
             tainted[name] = str(taint)
         else:
             expected.add(name)
+            if pods and (taint := _kept_out(pod or {}, node, runs=False)) is not None:
+                staying[name] = str(taint)
     shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "every node"
-    return Placed(role, shown, frozenset(expected), tainted, frozenset(down))
+    return Placed(role, shown, frozenset(expected), tainted, staying, frozenset(down))
 
 
-def _kept_out(pod: Body, node: Node) -> Taint | None:
-    return keeping_out(node.taints, pod.get("tolerations") or [], host_network=bool(pod.get("hostNetwork")))
+def _kept_out(pod: Body, node: Node, *, runs: bool) -> Taint | None:
+    return keeping_out(node.taints, pod.get("tolerations") or [], host_network=bool(pod.get("hostNetwork")), runs=runs)
 
 
 def _matches(pod: Body, node: Node) -> bool:

@@ -50,6 +50,7 @@ class Rollout:
         known: their controller has observed their newest generations.
         lacking: a reason and a text for each role that no node can serve.
         left_out: nodes that a selector picks and that get no agent, with the cause.
+        staying: nodes whose agents a taint lets run, and not come again.
         no_pod: the nodes without a pod; empty if nodes are unknown.
         stale: the nodes whose agents report another config than their pods were made for.
         uids: those of the DaemonSets.
@@ -61,6 +62,7 @@ class Rollout:
     known: bool
     lacking: tuple[tuple[str, str], ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    staying: Mapping[str, str] = field(default_factory=dict)
     no_pod: frozenset[str] = frozenset()
     stale: frozenset[str] = frozenset()
     uids: tuple[str, ...] = ()
@@ -100,6 +102,7 @@ def look(observed: Observed, wanted: Sequence[Body], placed: Sequence[Placed], c
         ),
         lacking=tuple(_lacking(observed, placed, ours.values())),
         left_out=_left_out(placed),
+        staying={node: taint for role in placed for node, taint in role.staying.items()},
         no_pod=expected - there,
         stale=frozenset(
             agent.pod.node
@@ -191,6 +194,9 @@ def judge_agents(
         return verdict(_READY, rollout.lacking[0][0], "; ".join(text for _, text in rollout.lacking))
     left_out = some(f"{node} ({cause})" for node, cause in rollout.left_out.items())
     note = f"; without an agent: {left_out}" if left_out else ""
+    if rollout.staying:
+        nodes = some(f"{node} ({taint})" for node, taint in rollout.staying.items())
+        note += f"; taints let these agents run and no new one start: {nodes}"
     if counts.ready < counts.desired or counts.updated < counts.desired:
         return _judge_unready(observed, rollout, note)
     return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready{note}")
