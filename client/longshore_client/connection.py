@@ -449,6 +449,8 @@ class Connection:
                 # The thread will also see the broken connection, and then repeats unanswered calls to the next agent.
                 self.core.last_error = str(error)
         effects = self.core.take_effects()
+        for text in effects.warnings:
+            _warn(text)
         # Close before waking callers: when the call of a refused or withdrawn pool returns, no descriptor is open.
         for descriptor in effects.unused:
             os.close(descriptor)

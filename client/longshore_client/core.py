@@ -46,7 +46,7 @@ from longshore_wire.engine_messages import (
     UnregisterPool,
     Welcome,
 )
-from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.errors import PASSING, CodecError, LongshoreError, Reason
 from longshore_wire.layout import TargetMemory
 from longshore_wire.names import room_name
 
@@ -70,8 +70,6 @@ SLOW_AGENT_WAIT_S = 0.01
 RENEW_WAIT_MIN_S = 0.01
 # A starting agent gives its socket the mode in two steps, between which its group has no access for some microseconds.
 FORBIDDEN_DIALS_MAX = 3
-# Refusals that may pass: the same Hello can be accepted a moment later.
-PASSING = frozenset({Reason.BUSY, Reason.SHUTTING_DOWN, Reason.WORKER_LOST, Reason.INTERNAL})
 
 
 class State(Enum):
@@ -97,6 +95,7 @@ class Effects(NamedTuple):
     settled: Sequence[Call] = ()  # wake their callers
     unused: Sequence[int] = ()  # descriptors to close
     news: bool = False  # wake all callers that wait for an event, an endpoint or a state
+    warnings: Sequence[str] = ()  # to log
 
 
 _NO_EFFECTS = Effects()
@@ -125,6 +124,8 @@ class Core:
         self.last_error = "no agent was tried yet"
         self._path = path
         self._hello = Outgoing(TO_AGENT.encode(hello))
+        self._warned = ""  # the last refusal of an engine that was welcome before
+        self._warnings: list[str] = []
         self._refusal: LongshoreError | None = None  # of the first Hello, for good: stop trying
         self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for a cause that may pass
         self._forbidden_dial_count = 0  # in a row
@@ -146,8 +147,8 @@ class Core:
         """Return the effects since the last call."""
         if not (self._settled or self._unused or self._news):
             return _NO_EFFECTS
-        effects = Effects(self._settled, self._unused, self._news)
-        self._settled, self._unused, self._news = [], [], False
+        effects = Effects(self._settled, self._unused, self._news, self._warnings)
+        self._settled, self._unused, self._news, self._warnings = [], [], False, []
         return effects
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -357,10 +358,15 @@ class Core:
             self._dial_at_s = max(self._dial_at_s, now_s + busy_hint_s(message))
         if message.reason not in PASSING and self.welcome is None:
             self._refusal = error
+        elif message.reason not in PASSING and self._warned != said:
+            self._warned = said
+            self._warnings.append(f"{error}. The client keeps trying")
+            self._news = True
         self.disconnected(error, now_s)
 
     def _take_welcome(self, message: Welcome, now_s: float) -> None:
         first, self.welcome = self.welcome is None, message
+        self._warned = ""
         self.steps.wanted = message.steps
         self.steps.clear()
         for call in list(self._calls.values()):

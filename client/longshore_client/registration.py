@@ -55,6 +55,7 @@ def connect(
         arguments.roles_of(roles),
         engine=1 + int.from_bytes(os.urandom(7), "little"),
         pid=os.getpid(),
+        host=os.uname().nodename,
     )
     hello.layout.check()
     path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)

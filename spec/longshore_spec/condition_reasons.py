@@ -177,7 +177,15 @@ TABLE = (
         "EnginesMissing",
         _F,
         "Fewer engine instances have registered than `instances` says.",
-        "Check the engines' logs: an engine that declares another layout is refused, and the error names the field.",
+        "Check the engines' pods and logs: one that an agent refuses would be named here.",
+    ),
+    Reason(
+        _C.ENGINES_CONNECTED,
+        "EnginesRefused",
+        _F,
+        "An agent has refused an engine in the last 10 minutes: its layout is not the declared one, or its client is of another "
+        "release.",
+        "Change the field that the message names at the engine, or in the deployment.",
     ),
     Reason(
         _C.ENGINES_CONNECTED,

@@ -21,6 +21,7 @@ class Subject(StrEnum):
     ACCEPTING = "Accepting"
     SELF_TEST = "SelfTest"
     WORKERS = "Workers"
+    ENGINES = "Engines"
     PEERS = "Peers"
     WIRES = "Wires"
     DIGESTS = "Digests"
@@ -111,6 +112,13 @@ TABLE = (
         "WorkersRestarted", _S.WORKERS, _WARNING,
         "Workers were restarted in the last 15 minutes. Each death fails the rooms of that engine rank with `worker_lost`.",
         _KILLED,
+    ),
+    Kind(
+        "EngineRefused", _S.ENGINES, _ERROR,
+        "An engine has tried to register in the last 10 minutes, and the agent refuses it: its layout is not the declared one, its "
+        "client is of another release, or it lacks something that the text names.",
+        "Change the field that the text names at the engine, or in the deployment.",
+        "docs/troubleshooting.md#an-engine-does-not-come-in",
     ),
     Kind(
         "PeerLost", _S.PEERS, _ERROR,

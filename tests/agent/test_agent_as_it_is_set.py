@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import ssl
@@ -229,5 +230,17 @@ def test_an_agent_does_what_its_config_file_says(tmp_path: Path, place: Place) -
     place.world.engine(agent, "fits", roles=[Half.SOURCE]).result()
     wait_for(lambda: (agent.worker("fits") or {}).get("lanes"), what="its lanes")
     assert len(agent.worker("fits")["lanes"]) == 3
-    with pytest.raises(HelloRefused, match=r"decode\.tensorParallel is 1 at the engine and 2 in the deployment"):
-        place.world.engine(agent, "does-not", roles=[Half.TARGET]).result()
+    for _ in range(2):
+        with pytest.raises(HelloRefused, match=r"decode\.tensorParallel is 1 at the engine and 2 in the deployment"):
+            place.world.engine(agent, "does-not", roles=[Half.TARGET]).result()
+    # Who looks from outside sees it too, once: the engine, its host, and the field with both values.
+    [finding] = [each for each in place.told(agent, "/v1/status")["findings"] if each["code"] == "EngineRefused"]
+    text = (
+        f"engine does-not/0/0 (target) of host {os.uname().nodename} is refused: decode.tensorParallel is 1 at the engine and "
+        "2 in the deployment"
+    )
+    assert (finding["text"], finding["severity"]) == (text, "error")
+    assert agent.log().count(text) == 1
+    # The same engine with the declared layout is welcome, and its refusal is forgotten.
+    place.world.engine(agent, "does-not", roles=[Half.SOURCE]).result()
+    assert not [each for each in place.told(agent, "/v1/status")["findings"] if each["code"] == "EngineRefused"]

@@ -59,7 +59,7 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
     with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
         [hello] = agent.of(Hello)
-        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid())
+        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid(), host=os.uname().nodename)
         # No other engine has this name.
         assert hello.engine
 
@@ -483,3 +483,15 @@ def test_offers_of_many_threads_reach_the_last_of_many_agents_once_each_and_in_o
         assert [o.first_token for o in offers if o.room == room] == [4 * c for c in range(sent[room])]
     client.close()
     agent.stop()
+
+
+def test_an_engine_that_the_next_agent_refuses_says_so_at_once_in_its_log(path, caplog):
+    """It goes on trying: the deployment may be changed back, and its rooms are those of the last agent."""
+    with FakeAgent(path, epoch=1) as first, client_at(path, roles=[Half.SOURCE]) as client:
+        first.stop()
+        text = "prefill.pageSize is 8 at the engine and 16 in the deployment"
+        with FakeAgent(path, greet=lambda _: Refused(0, Reason.LAYOUT_MISMATCH, text)) as second:
+            second.expect(lambda: len(second.of(Hello)) >= 3)
+        assert [record.name for record in caplog.records if text in record.message] == ["longshore.client"]
+        with FakeAgent(path, epoch=3):
+            wait_until(lambda: client.epoch == 3)

@@ -111,6 +111,9 @@ SCENES = {
     ("AgentsReady", "SpecNotApplied"): incompatible(),
     ("EnginesConnected", "EnginesConnected"): CONNECTED,
     ("EnginesConnected", "EnginesMissing"): two(said(PREFILL), prefill=role(instances=2)),
+    ("EnginesConnected", "EnginesRefused"): two(
+        finds("EngineRefused", "engine d/0/0 (target) is refused: decode.pageSize")
+    ),
     ("EnginesConnected", "RanksMissing"): two(said(instance("p", "source", complete=False))),
     ("EnginesConnected", "NoEngines"): two(),
     ("EnginesConnected", "AgentSilent"): silent(),

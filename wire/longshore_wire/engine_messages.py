@@ -105,6 +105,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
         pid: its process in its own PID namespace, as CUDA writes it into handles; 0 if unknown.
         memory: of the pages of this connection. An engine rank has one connection for each memory. The one for HOST has
             device "cpu", claims only, and may have another page size and order.
+        host: the name of its machine, in a cluster that of its pod; for texts alone.
     """
 
     version: int
@@ -115,6 +116,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
     engine: int = 0
     pid: int = 0
     memory: TargetMemory = TargetMemory.DEVICE
+    host: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -45,6 +45,10 @@ class Reason(Labelled):
     PROMPT_MISMATCH = 30
 
 
+# Refusals of an engine that may pass: the same Hello can be accepted a moment later.
+PASSING = frozenset({Reason.BUSY, Reason.SHUTTING_DOWN, Reason.WORKER_LOST, Reason.INTERNAL})
+
+
 class LongshoreError(Exception):
     """Base class of all of Longshore's typed errors.
 

@@ -175,6 +175,8 @@ def _of_agent(snapshot: AgentSnapshot, rules: Rules) -> Iterator[Finding]:
     for check in _checks(snapshot, rules):
         if not check.ok:
             yield _finding(check.reason, check.message, way_out=_out_of_memory(check.message, snapshot))
+    for text in snapshot.refused:
+        yield _finding("EngineRefused", text)
     if count := snapshot.restarts_lately:
         yield _finding("WorkersRestarted", f"{count} workers were restarted in the last {LATELY_S / 60:.0f} minutes")
     facts = snapshot.node_facts

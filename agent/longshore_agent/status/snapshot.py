@@ -50,6 +50,7 @@ class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
 
     Attributes:
         dying: one message for each rank whose worker dies repeatedly.
+        refused: who was refused lately, and why, one message for each engine rank.
         restarts_lately: restarts of workers in the last LATELY_S.
         sends_traces: whether it sends ended rooms to OpenTelemetry.
         findings: empty, since only the page judges.
@@ -58,6 +59,7 @@ class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     workers: tuple[WorkerSnapshot, ...] = ()
     dying: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     restarts_lately: int = 0
     metrics: MetricsSnapshot = MetricsSnapshot()
     sends_traces: bool = False

@@ -1,7 +1,8 @@
 """Holds connections that have not sent Hello yet, and limits their number and time.
 
 Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot block others: it
-is closed after `HELLO_LIMIT_S`, or at once if a new connection needs its place.
+is closed after `HELLO_LIMIT_S`, or at once if a new connection needs its place. Engines that are refused for good are logged, and
+kept for the findings.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from longshore_agent.control.engine_link import EngineListener, read_message
+from longshore_agent.control.engine_link import EngineListener, process_of, read_message
 from longshore_agent.errors import EngineClosedError, ListenError
 from longshore_agent.status.metrics import Metrics
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import TO_AGENT, TO_ENGINE, Hello, Refused
-from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.errors import PASSING, CodecError, LongshoreError, Reason
+from longshore_wire.names import TEST_INSTANCE_PREFIX, is_instance_name
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +32,17 @@ HELLO_LIMIT_S = 5.0
 _ACCEPT_PAUSE_S = 1.0
 # Hint for a refused engine to retry, if the cause is short-lived.
 _RETRY_AFTER_S = 0.1
+# A refused engine is a finding for this long after its last try, and at most so many of them are.
+REFUSED_KEPT_S = 600.0
+REFUSED_MAX = 64
+
+
+@dataclass(slots=True)
+class Refusal:
+    """The last refusal of an engine that no retry of its own ends."""
+
+    text: str
+    last_s: float
 
 
 class Callers:
@@ -46,6 +61,8 @@ class Callers:
         self._heard = heard
         self._since_s: dict[socket.socket, float] = {}  # oldest first
         self._accept_again_s: float | None = None
+        # By the engine rank's name; of one without a valid name, by that of its process.
+        self._refusals: dict[str, Refusal] = {}
         selector.register(listener, selectors.EVENT_READ, self._on_accept)
 
     def turn(self, now_s: float) -> None:
@@ -58,11 +75,26 @@ class Callers:
             self._accept_again_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
 
+    def refused(self, now_s: float) -> tuple[str, ...]:
+        """Return who was refused lately, and why."""
+        return tuple(each.text for each in self._refusals.values() if now_s - each.last_s < REFUSED_KEPT_S)
+
+    def taken(self, key: PeerId) -> None:
+        """Forget the refusal of an engine rank that has a worker now."""
+        self._refusals.pop(key.path, None)
+
     def turn_away(
-        self, connection: socket.socket, reason: Reason, text: str, retry_after_s: float = _RETRY_AFTER_S
+        self,
+        connection: socket.socket,
+        reason: Reason,
+        text: str,
+        retry_after_s: float = _RETRY_AFTER_S,
+        hello: Hello | None = None,
     ) -> None:
         """Send an engine the reason of its refusal, and close its connection."""
         self._metrics.add("longshore_refused_messages_total", 1, reason=reason.label)
+        if reason not in PASSING:
+            self._note(connection, reason, text, hello)
         with contextlib.suppress(OSError):
             connection.send(TO_ENGINE.encode(Refused(0, reason, text, round(retry_after_s * 1e9))))
         connection.close()
@@ -73,6 +105,24 @@ class Callers:
         for connection in list(self._since_s):
             self._forget(connection)
             connection.close()
+
+    def _note(self, connection: socket.socket, reason: Reason, text: str, hello: Hello | None) -> None:
+        """Log a refusal once, and keep it."""
+        if hello is not None and is_instance_name(hello.instance):
+            if hello.instance.startswith(TEST_INSTANCE_PREFIX):
+                return  # `longshore verify` says it
+            key = PeerId.of(hello).path
+            who = f"engine {key} ({' and '.join(half.label for half in hello.roles)})"
+            who += f" of host {hello.host}" if is_instance_name(hello.host) else ""
+        else:
+            key = who = process_of(connection).shown
+        known, shown = self._refusals.pop(key, None), f"{who} is refused: {text}"
+        now_s = time.monotonic()
+        self._refusals[key] = Refusal(shown, now_s)
+        while len(self._refusals) > REFUSED_MAX:
+            del self._refusals[next(iter(self._refusals))]
+        if known is None or known.text != shown or now_s - known.last_s >= REFUSED_KEPT_S:
+            _log.warning("%s", shown, extra={"reason": reason.name})
 
     def _on_accept(self) -> None:
         try:
@@ -93,21 +143,23 @@ class Callers:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_readable(connection))
 
     def _on_readable(self, connection: socket.socket) -> None:
+        hello = None
         try:
             data = read_message(connection)
             if data is None:
                 return
             self._forget(connection)
-            hello = TO_AGENT.decode(data)
-            if not isinstance(hello, Hello):
-                raise CodecError(f"{type(hello).__name__} came before Hello")
+            message = TO_AGENT.decode(data)
+            if not isinstance(message, Hello):
+                raise CodecError(f"{type(message).__name__} came before Hello")
+            hello = message
             self._heard(hello, connection)
         except EngineClosedError:
             self._forget(connection)
             connection.close()
         except LongshoreError as error:
             self._forget(connection)
-            self.turn_away(connection, error.reason, str(error))
+            self.turn_away(connection, error.reason, str(error), hello=hello)
 
     def _close_silent(self, connection: socket.socket, text: str) -> None:
         self._forget(connection)

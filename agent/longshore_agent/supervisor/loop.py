@@ -218,6 +218,7 @@ class Supervisor:
                 slot.connection = None
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
+            self._callers.taken(slot.key)
             slot.ready_s = slot.since_s
             slot.error = ""
             self._failures.pop(slot.key, None)
@@ -227,7 +228,7 @@ class Supervisor:
                 "worker %s cannot start: %s", slot.config.name, message.text, extra=slot.config.about(message.reason)
             )
             if slot.connection is not None:
-                self._callers.turn_away(slot.connection, message.reason, message.text)
+                self._callers.turn_away(slot.connection, message.reason, message.text, hello=slot.hello)
                 slot.connection = None
             slot.become(WorkerState.DRAINING)
             slot.error = ""
@@ -349,6 +350,7 @@ class Supervisor:
                 draining=self._stopping_s is not None,
                 sealed_endpoints=bool(self.settings.keys_directory),
                 dying=self._restarts.dying(now_s),
+                refused=self._callers.refused(now_s),
                 restarts_lately=self._restarts.lately(now_s),
                 self_test=self._self_test_result,
                 sends_traces=self.settings.otel,

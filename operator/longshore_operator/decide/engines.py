@@ -130,8 +130,12 @@ def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:
     early = _nothing_to_judge(found)
     if early is not None:
         name, text = early
-        return [verdict(condition, name, text) for condition in (_ENGINES, _PEERS, _WIRES)]
-    return [_engines(found, config), _attached(found), _verified(found)]
+        said = [verdict(condition, name, text) for condition in (_ENGINES, _PEERS, _WIRES)]
+    else:
+        said = [_engines(found, config), _attached(found), _verified(found)]
+    if refused := found.told("EngineRefused"):
+        said[0] = verdict(_ENGINES, "EnginesRefused", some(refused))
+    return said
 
 
 def _nothing_to_judge(found: Connections) -> tuple[str, str] | None:
