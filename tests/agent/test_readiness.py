@@ -159,6 +159,7 @@ def peer(**changes: Any) -> structs.PeerStatus:
     ("code", "state", "text"),
     [
         ("DigestsDiffer", agent(worker(mismatches=2, mismatch="layer 3")), "d/0: 2 slabs with differing digests: layer 3"),
+        ("EngineRefused", agent(worker(), refused=("engine p/0/0 is refused: pages",)), "engine p/0/0 is refused: pages"),
         ("FewDescriptors", agent(worker(), node_facts=structs.NodeFacts(descriptors=1024)), "may open 1024 files"),
         ("GpuNotShared", agent(worker(device=GPU, mps=False)), f"its GPU {GPU} is not shared"),
         ("GpuSharingUnknown", agent(worker(device=GPU)), "the driver does not tell"),
@@ -184,7 +185,7 @@ def test_what_fails_or_slows_rooms_is_a_finding_and_leaves_the_agent_ready(
         KINDS[code].link,
     )
     assert readiness(state, STRICT).ok
-    about_agent = code in ("FewDescriptors", "LowMemlock", "WorkersRestarted")
+    about_agent = code in ("EngineRefused", "FewDescriptors", "LowMemlock", "WorkersRestarted")
     assert finding.worker == ("" if about_agent else "d/0")
     # What `longshore verify` leaves behind is no fault of an engine.
     tested = agent(*(worker(f"{TEST_INSTANCE_PREFIX}1/0/0", peers=w.peers, rooms=w.rooms) for w in state.workers))

@@ -59,7 +59,9 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
     with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
         [hello] = agent.of(Hello)
-        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid(), host=os.uname().nodename)
+        assert hello == Hello(
+            1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid(), host=os.uname().nodename
+        )
         # No other engine has this name.
         assert hello.engine
 
