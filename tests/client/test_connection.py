@@ -496,4 +496,4 @@ def test_an_engine_that_the_next_agent_refuses_says_so_at_once_in_its_log(path, 
             second.expect(lambda: len(second.of(Hello)) >= 3)
         assert [record.name for record in caplog.records if text in record.message] == ["longshore.client"]
         with FakeAgent(path, epoch=3):
-            wait_until(lambda: client.epoch == 3)
+            wait_until(client, lambda: client.epoch == 3)
