@@ -31,9 +31,11 @@ def namespace(plane: ControlPlane) -> Iterator[str]:
     plane.kubectl("create", "namespace", name)
     plane.kubectl("label", "namespace", name, f"{LABEL}=enabled")
     values = "inject.enabled=true,crds.install=false,mode=namespaced"
+    values += ",gpu.mps.hostDirectory=/run/nvidia/mps/pipe,gpu.mps.pipeDirectory=/mps/pipe"
     done = helm(plane, "install", "longshore", str(CHART), "-n", name, f"--set={values}")
     assert done.returncode == 0, done.stderr
-    with OperatorProcess(plane, name, watch_namespace=name):
+    mps = {"mps_host_directory": "/run/nvidia/mps/pipe", "mps_pipe_directory": "/mps/pipe"}
+    with OperatorProcess(plane, name, watch_namespace=name, **mps):
         for file in PODS.values():
             for body in example(file):
                 plane.kubectl("apply", "-f", "-", stdin=to_text(moved(body, name)))
@@ -116,22 +118,7 @@ def test_what_a_pod_has_stays(plane: ControlPlane, namespace: str) -> None:
 
 
 def test_a_pod_of_a_deployment_with_mps_gets_the_pipes_of_the_nodes_daemon(plane: ControlPlane, namespace: str) -> None:
-    # As the operator writes it, of a deployment that does not exist: it would replace a ConfigMap of its own.
-    config = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": "shared-engine-decode",
-            "namespace": namespace,
-            "labels": {"longshore.dev/deployment": "shared", "longshore.dev/engine": "decode"},
-        },
-        "data": {
-            "LONGSHORE_ENGINE_SOCKET": f"/run/longshore/{namespace}/shared/agent.sock",
-            "LONGSHORE_ENGINE_MPS_HOST_DIRECTORY": "/run/nvidia/mps/pipe",
-            "CUDA_MPS_PIPE_DIRECTORY": "/mps/pipe",
-        },
-    }
-    plane.kubectl("apply", "-f", "-", stdin=to_text(config))
+    Deployments(plane, namespace, HTTP_PORT).apply("shared", gpu={"mps": True})
     own = {"name": "b", "image": "i", "volumeMounts": [{"name": "own", "mountPath": "/mps/pipe"}]}
     spec = {"containers": [{"name": "a", "image": "i"}, own], "volumes": [{"name": "own", "emptyDir": {}}]}
     pod = labelled({"spec": spec}, namespace, "shared.decode")
@@ -146,6 +133,62 @@ def test_a_pod_of_a_deployment_with_mps_gets_the_pipes_of_the_nodes_daemon(plane
     assert [mount["name"] for mount in second["volumeMounts"]] == ["own", "longshore"]
     again = labelled({"spec": found}, namespace, "shared.decode")
     assert created(plane, again)["spec"] == found
+
+
+def attack(namespace: str, name: str, **metadata: Any) -> Body:
+    """Return a ConfigMap with the labels of the operator's, which would give pods the whole node and a library."""
+    labels = {"longshore.dev/deployment": "own-engine", "longshore.dev/engine": "prefill"}
+    data = {
+        "LONGSHORE_ENGINE_SOCKET": "/agent.sock",
+        "LONGSHORE_ENGINE_MPS_HOST_DIRECTORY": "/",
+        "CUDA_MPS_PIPE_DIRECTORY": "/host",
+        "LD_PRELOAD": "/host/evil.so",
+    }
+    about = {"name": name, "namespace": namespace, "labels": labels, **metadata}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+
+
+def test_only_an_operator_writes_what_pods_are_changed_by(plane: ControlPlane, namespace: str) -> None:
+    """A user who may write ConfigMaps, and deployments, is refused, whether he makes one or changes the operator's."""
+    rights = ["--verb=*", "--resource=configmaps,disaggdeployments.longshore.dev"]
+    plane.kubectl("create", "role", "writer", *rights, "-n", namespace)
+    plane.kubectl("create", "rolebinding", "writer", "--role=writer", "--user=eve", "-n", namespace)
+    as_eve = ("--as=eve", "--dry-run=server", "-f", "-")
+
+    def refused(verb: str, body: Body) -> str:
+        done = plane.try_kubectl(verb, *as_eve, stdin=to_text(body))
+        assert done.returncode != 0
+        return done.stderr
+
+    words = "which only the operator writes"
+    until(lambda: words in refused("create", attack(namespace, "zz-notes")), "the right to write ConfigMaps")
+    assert words in refused("replace", attack(namespace, "own-engine-engine-prefill"))
+    bare = attack(namespace, "own-engine-engine-prefill", labels={})
+    assert words in refused("replace", bare), "a label cannot be taken away either"
+    plain = plane.try_kubectl("create", *as_eve, stdin=to_text(attack(namespace, "plain", labels={"a": "b"})))
+    assert plain.returncode == 0, plain.stderr
+
+
+@pytest.mark.parametrize("forged", [{}, {"labels": {"longshore.dev/engine": "prefill"}}, {"ownerReferences": True}])
+def test_a_config_map_that_is_not_the_operators_changes_and_refuses_no_pod(
+    plane: ControlPlane, namespace: str, forged: dict[str, Any]
+) -> None:
+    """An administrator wrote it, or somebody before the policy was there."""
+    if "ownerReferences" in forged:
+        owner = json.loads(plane.kubectl("get", "dgdep", "own-engine", "-n", namespace, "-o", "json"))["metadata"]
+        named = {"kind": "DisaggDeployment", "name": "own-engine", "uid": owner["uid"], "controller": True}
+        forged = {"ownerReferences": [{"apiVersion": "longshore.dev/v1alpha1", **named}]}
+    pod = labelled({"spec": {"containers": [{"name": "a", "image": "i"}]}}, namespace, "own-engine.prefill")
+    before = created(plane, pod)["spec"]
+    # The API server knows the policy's parameters by a watch, so that the next one, which would count, is waited for.
+    name = f"zz-{uuid.uuid4().hex[:6]}"
+    plane.kubectl("create", "-f", "-", stdin=to_text(attack(namespace, name, **forged)))
+    later = f"later-{uuid.uuid4().hex[:6]}"
+    Deployments(plane, namespace, HTTP_PORT).apply(later)
+    seen = labelled(pod, namespace, f"{later}.prefill")
+    until(lambda: "volumes" in created(plane, seen)["spec"], "a later ConfigMap is known")
+    assert created(plane, pod)["spec"] == before
+    plane.kubectl("delete", f"configmap/{name}", f"dgdep/{later}", "-n", namespace)
 
 
 def test_pods_without_the_label_and_namespaces_that_have_not_opted_in_are_left_alone(
