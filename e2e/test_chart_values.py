@@ -374,8 +374,8 @@ def test_injection_is_for_namespaces_that_opt_in_and_within_the_releases_own_in_
         return [body["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] for body in found]
 
     opted_in = {"longshore.dev/inject": "enabled"}
-    assert namespaces() == [opted_in] * 2
-    assert namespaces(mode="namespaced") == [opted_in | {"kubernetes.io/metadata.name": "default"}] * 2
+    assert namespaces() == [opted_in] * 3
+    assert namespaces(mode="namespaced") == [opted_in | {"kubernetes.io/metadata.name": "default"}] * 3
 
 
 def test_injection_takes_the_newest_version_and_is_refused_where_the_api_server_has_none() -> None:

@@ -7,6 +7,7 @@ request has a handover of a prefill engine other than SGLang, that and the first
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,18 +17,21 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
-from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, answers_fault, digest_of, room_fault
+from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, answers_fault, digest_of, room_fault, room_of
 from longshore_engines.sglang_versions import ReceiverBase
 from longshore_wire.bindings import Binding
+from longshore_wire.names import room_name
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
 
+_log = logging.getLogger("longshore.sglang")
 _ABORTED = "Aborted by AbortReq."
 # An answer of prefill may be lost, and prefill may have been restarted, which SGLang notices late or never.
 ASK_AGAIN_S = 5.0
 # SGLang's ids of tokens are signed numbers of 32 bits.
 TOKEN_END = 1 << 31
+FLOAT32_MAX = 3.4e38
 
 
 class HandedOver(NamedTuple):
@@ -38,25 +42,27 @@ class HandedOver(NamedTuple):
     first_logprob: float
 
 
-def handed_over(parameters: Mapping[str, Any], request: Any) -> HandedOver:
-    """Return what a router passed on.
+def handed_over(found: Handover, parameters: Mapping[str, Any], request: Any) -> HandedOver:
+    """Return what a router passed on beside a handover.
 
     Raises:
         ArgumentError: a part is missing or wrong; names it.
     """
-    found = handover_of(parameters, "custom_params")
     token, logprob = parameters.get("first_token"), parameters.get("first_logprob")
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < TOKEN_END:
-        raise ArgumentError(f"custom_params.first_token is {token!r}: give the id of the token that prefill sampled")
+        raise ArgumentError(
+            f"custom_params.first_token is {str(token)[:60]}: give the id of the token that prefill sampled"
+        )
     if not request.return_logprob:
         logprob = 0.0
     elif request.logprob.top_logprobs_num:
         raise ArgumentError(
             "the request wants top logprobs, which are not handed over for the first token: ask for none"
         )
-    if not isinstance(logprob, int | float) or isinstance(logprob, bool):
+    # SGLang keeps it as a float32, whose overflow would end the engine.
+    if not isinstance(logprob, int | float) or isinstance(logprob, bool) or not abs(logprob) <= FLOAT32_MAX:
         raise ArgumentError(
-            f"custom_params.first_logprob is {logprob!r}: the request wants logprobs, so give that of the first token"
+            f"custom_params.first_logprob is {str(logprob)[:60]}: the request wants logprobs, so give that of the first token"
         )
     return HandedOver(found, token, float(logprob))
 
@@ -75,7 +81,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
     abort_notified: bool
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, room_of(bootstrap_room))
+        self._room_fault = room_fault(bootstrap_room)
         self.half: OpenHalf | None = None
         self.failure = ""
         self._ask = 0  # 0: SGLang has not given it pages yet
@@ -86,6 +93,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self._aux_index = 0
         self._asked_s = 0.0
         self._failed_s: float | None = None
+        self._handover: Handover | None = None
         self._handed: HandedOver | None = None
         self._buffers: Any = None
         self._prompt_length: Callable[[], int] = int
@@ -93,6 +101,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
 
     def told(self, request: Any, buffers: Any, prompt_length: Callable[[], int]) -> None:
         """Take a request, which may have a handover, SGLang's rows on first tokens, and how to get a prompt's length."""
+        if self._room_fault:
+            request.bootstrap_room = self.bootstrap_room
         self._prompt_length, self._digest = prompt_length, digest_of(request)
         self.failure = answers_fault(request)
         parameters = request.sampling_params.custom_params
@@ -101,14 +111,15 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self.kv_mgr.know_prefill(self.bootstrap_addr)
         self._buffers = buffers
         try:
-            self._handed = handed_over(parameters, request)
+            self._handover = handover_of(parameters, "custom_params")
+            self._handed = handed_over(self._handover, parameters, request)
         except ArgumentError as error:
             self.failure = str(error)
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find prefill's first rank, unless the request has a handover."""
-        if fault := room_fault(self.bootstrap_room):
-            self._conclude_failed(fault)
+        if self._room_fault:
+            self._conclude_failed(self._room_fault)
         elif self.failure:
             self._conclude_failed(self.failure)
         elif self._handed is not None:
@@ -169,6 +180,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
             )
             return
         self._claim(handed.handover, theirs.capability)
+        if self.failure:
+            return
         buffers, row = self._buffers, self._aux_index
         for each in (buffers.cached_tokens, buffers.output_top_logprobs_val, buffers.output_top_logprobs_idx):
             each[row] = 0
@@ -315,9 +328,17 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
 
     def _leave(self, text: str) -> None:
         """Tell prefill, once, that the prompt is not needed. It otherwise keeps the pages until its limit."""
-        infos = getattr(self, "bootstrap_infos", None)
-        if self._has_left or not self._ask or not infos:
+        manager, infos = self.kv_mgr, getattr(self, "bootstrap_infos", None)
+        if self._has_left:
+            return
+        if (found := self._handover) is not None and self.half is None:
+            self._has_left = True
+            binding = Binding(b"", found.binding.capability)
+            try:
+                manager.halves.claim(found.room, found.endpoint, [], found.tokens, found.tokens, binding=binding)
+            except ArgumentError as error:
+                _log.warning("prefill keeps the pages of room %s until its limit: %s", room_name(found.room), error)
+        if not self._ask or not infos:
             return
         self._has_left = True
-        manager = self.kv_mgr
         manager.tell_prefill(infos[0], Left(self.bootstrap_room, manager.local_ip, manager.rank_port, text))

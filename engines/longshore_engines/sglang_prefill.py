@@ -29,16 +29,21 @@ SIBLINGS_S = 1.0
 _ROOM_MAX = 2**63 - 1
 
 
-def room_fault(bootstrap_room: int | None) -> str:
+def room_of(bootstrap_room: object) -> int:
+    """Return the number under which SGLang may keep a request: 0 in place of a list or text, which would end the engine."""
+    return bootstrap_room if isinstance(bootstrap_room, int) and not isinstance(bootstrap_room, bool) else 0
+
+
+def room_fault(bootstrap_room: object) -> str:
     """Return why SGLang can move no prompt with this number; empty: it can.
 
     Its metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit. A number
     that the tensor cannot hold ends the engine.
     """
-    if bootstrap_room is not None and 0 < bootstrap_room <= _ROOM_MAX:
+    if 0 < room_of(bootstrap_room) <= _ROOM_MAX:
         return ""
     meaning = ", which SGLang also uses for 'not yet'" if bootstrap_room == 0 else ""
-    return f"bootstrap_room is {bootstrap_room}{meaning}: let the router draw numbers from 1 to 2**63 - 1"
+    return f"bootstrap_room is {str(bootstrap_room)[:60]}{meaning}: let the router draw numbers from 1 to 2**63 - 1"
 
 
 def digest_of(request: Any) -> bytes:
@@ -89,7 +94,8 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
         req_has_disagg_prefill_dp_rank: bool = False,
         **_unused: Any,
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        number = room_of(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
         self.half: OpenHalf | None = None
         self.failure = room_fault(bootstrap_room)
         self._binding = UNBOUND
@@ -97,10 +103,10 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
         self._is_complete = False
         self._failed_s: float | None = None
         with mgr.lock:
-            self.room, replies = mgr.asks.opened(bootstrap_room)
+            self.room, replies = mgr.asks.opened(number)
             mgr.senders[self.room] = self
         mgr.post(replies)
-        mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)
+        mgr.update_status(number, KVPoll.WaitingForInput)
 
     def told(self, request: Any) -> None:
         """Take the request, before anything is computed for it."""

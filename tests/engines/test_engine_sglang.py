@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import threading
 import time
 from contextlib import contextmanager
@@ -384,15 +385,28 @@ def test_prompts_of_equal_tokens_and_another_salt_have_another_digest(prefill):
     assert len(found) == 3 and b"" not in found
 
 
-@pytest.mark.parametrize("room", [0, -1, 2**64])
+@pytest.mark.parametrize("room", [0, -1, 2**64, None, [5], "5", True])
 def test_a_room_that_sglang_cannot_keep_fails_its_request_and_reaches_no_tensor_of_sglangs(prefill, room):
     module = importlib.import_module("longshore_engines.sglang_prefill")
     sender = module.LongshoreSender(prefill.manager, "10.0.0.1:8998", room)
     request = request_of(bootstrap_room=room)
     sender.told(request)
     assert (sender.poll(), request.bootstrap_room) == (KVPoll.Failed, 0)
-    with pytest.raises(fake.TransferError, match=f"bootstrap_room is {room}"):
+    with pytest.raises(fake.TransferError, match=re.escape(f"bootstrap_room is {room}")):
         sender.failure_exception()
+
+
+@pytest.mark.parametrize("room", [[5], "5", None, -1])
+def test_a_room_that_sglang_cannot_keep_fails_its_request_at_decode(decode, room):
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(decode.manager, "10.0.0.1:8998", room)
+    request = request_of(bootstrap_room=room)
+    told(receiver, request)
+    receiver.init(0)
+    assert final(receiver) == KVPoll.Failed
+    assert isinstance(request.bootstrap_room, int)
+    with pytest.raises(fake.TransferError, match=re.escape(f"bootstrap_room is {room}")):
+        receiver.failure_exception()
 
 
 def test_a_request_for_several_answers_fails_at_both_sides_before_anything_is_computed(prefill, decode):
@@ -438,6 +452,9 @@ def test_a_handover_in_the_request_is_claimed_without_asking_prefill_and_has_the
         ({"first_token": 1 << 31}, "custom_params.first_token is 2147483648"),
         ({"wants_logprobs": True}, "custom_params.first_logprob is None"),
         ({"wants_logprobs": True, "first_logprob": 0.0, "top_logprobs": 2}, "top logprobs"),
+        ({"wants_logprobs": True, "first_logprob": 1e308}, "custom_params.first_logprob is 1e+308"),
+        ({"wants_logprobs": True, "first_logprob": 10**400}, "custom_params.first_logprob is 1000"),
+        ({"wants_logprobs": True, "first_logprob": float("nan")}, "custom_params.first_logprob is nan"),
         ({"handover": msgspec.structs.replace(HANDOVER, tokens=5)}, "5 at prefill"),
         ({"handover": msgspec.structs.replace(HANDOVER, content="FLASH_ATTN float32")}, "pages: tokens"),
     ],
@@ -448,7 +465,9 @@ def test_a_handover_that_decode_cannot_use_fails_the_request_with_the_reason(dec
     with pytest.raises(fake.TransferError) as caught:
         receiver.failure_exception()
     assert reason in str(caught.value)
-    assert decode.agent.of(Receive) == []
+    # Prefill releases its pages, if the handover tells which: an empty claim says that decode needs none.
+    empty = [] if "longshore" in changed else [(changed.get("handover", HANDOVER).room, 0)]
+    assert [(claim.room, claim.page_count) for claim in decode.heard(Receive, len(empty))] == empty
 
 
 def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with_the_last(prefill):
