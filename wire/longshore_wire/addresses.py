@@ -14,7 +14,8 @@ from typing import NamedTuple
 # Two revisions of keys during a rotation. Further listeners of an address are ignored.
 LISTENERS_MAX = 2
 # Compiled at its first use, since every engine imports this module.
-_LISTENER = r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3}):([0-9]{1,5})(?:#[0-9a-f]{1,64})?"
+# Without leading zeros, which some programs read as octal numbers.
+_LISTENER = r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2}):([1-9]\d{0,4})(?:#[0-9a-f]{1,64})?"
 _OCTET_MAX, _PORT_MAX = 255, 65535
 _MULTICAST, _LINK_LOCAL = 224, (169, 254)
 
@@ -44,7 +45,7 @@ def is_numeric(text: str) -> bool:
 
 
 def _is_listener(entry: str) -> bool:
-    found = re.fullmatch(_LISTENER, entry)
+    found = re.fullmatch(_LISTENER, entry, re.ASCII)
     if found is None:
         return False
     *octets, port = map(int, found.groups())

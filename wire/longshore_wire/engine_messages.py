@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from longshore_wire.addresses import is_numeric, main_address
+from longshore_wire.addresses import LISTENERS_MAX, is_numeric, main_address
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.codec import Codec
 from longshore_wire.errors import LongshoreError, Reason
@@ -76,6 +76,10 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
         """Raise LongshoreError unless an agent can have given it, apart from its layout. Clients of an engine's API may have made it."""
         if not is_instance_name(self.instance):
             raise _malformed(f"instance is {self.instance[:120]!r}: give the name of the prefill instance")
+        if len(self.agent) > _AGENT_CHARACTERS_MAX:
+            raise _malformed(f"agent has {len(self.agent)} characters: give the endpoint as prefill's agent gave it")
+        if len(self.seals) > LISTENERS_MAX or any(len(seal) > _SEAL_BYTES_MAX for seal in self.seals):
+            raise _malformed(f"there are {len(self.seals)} seals of up to {max(map(len, self.seals))} bytes: give the endpoint as prefill's agent gave it")
         rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
         for each in self.ranks:
             if not 0 <= each.rank < rank_count or each.rank in ranks:
@@ -90,6 +94,11 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
                 )
             ranks.add(each.rank)
             addresses.add(place)
+
+
+# Above those that agents give.
+_AGENT_CHARACTERS_MAX = 64
+_SEAL_BYTES_MAX = 64
 
 
 def _malformed(text: str) -> LongshoreError:

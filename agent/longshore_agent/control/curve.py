@@ -91,8 +91,8 @@ class KeyRing(msgspec.Struct, frozen=True):
 
     def check_sealed(self, endpoint: Endpoint) -> None:
         """Raise LongshoreError unless an agent of the deployment gave this endpoint."""
-        data = _sealed_fields(endpoint)
-        if not any(hmac.compare_digest(keys.seal(data), seal) for keys in self.revisions for seal in endpoint.seals):
+        own = self.sealed(endpoint).seals
+        if not any(hmac.compare_digest(known, seal) for known in own for seal in endpoint.seals):
             raise LongshoreError(
                 f"no agent of this deployment gave the endpoint of {endpoint.instance}: pass on the endpoint of the prefill engine "
                 "unchanged; agents of both sides need keys of one revision",
