@@ -213,6 +213,22 @@ def test_a_claim_by_the_endpoint_of_an_engine_that_has_ended_fails_as_soon_as_th
     assert not any(source.rooms for source in scene.sources.values())
 
 
+def test_the_next_engine_is_told_nothing_of_a_claim_that_named_the_last_one_and_never_reached_it() -> None:
+    scene = Scene.of()
+    for peer in (FIRST, SECOND):
+        scene.target.peer_lost(peer, "it has ended", scene.now_ns)
+    old = scene.endpoint()
+    ranks = tuple(msgspec.structs.replace(each, engine=1) for each in old.ranks)
+    key = scene.claim(2, endpoint=msgspec.structs.replace(old, ranks=ranks))
+    scene.target.cancel(key, Reason.CANCELLED, "enough", scene.now_ns)
+    for peer in (FIRST, SECOND):
+        scene.restart(peer)
+        object.__setattr__(scene.sources[peer].config, "engine", 2)
+    _pass(scene, 8)
+    scene.offer(2)
+    assert scene.half(FIRST, 2) is None and key in scene.sources[FIRST].rooms
+
+
 @pytest.mark.parametrize("copies", [1, 3])
 def test_claims_of_nothing_take_no_place_of_a_room_and_are_forgotten(copies: int) -> None:
     """A router sends each prompt to both engines at once, and both refuse it: decode tells prefill not to keep pages."""

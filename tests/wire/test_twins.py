@@ -206,6 +206,15 @@ def _held_write() -> two_writers.Scene:
     return scene
 
 
+def _hear_outcomes(scene: two_writers.Scene) -> None:
+    """Confirm the ends of rooms as the first rank of the attached engine."""
+    peer = two_writers.FIRST
+    for key in list(scene.target.peers[peer].outcomes):
+        pair = PairKey(key, 0, 0, scene.target.peers[peer].epoch, 9, "D", 0)
+        scene.target.receive(peer, EndAck(pair), scene.now_ns)
+    assert not scene.target.peers[peer].outcomes
+
+
 def _dialled(target: TargetSession) -> list[str]:
     """Return the addresses at which the first rank was dialled since the last look."""
     return [each.address for each in effects_of(target) if isinstance(each, Dial) and each.peer == two_writers.FIRST]
@@ -448,6 +457,13 @@ def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_e
     effects_of(target)
     held = scene.held
 
+    # Its engine hears first how the room has ended.
+    scene.now_ns += SECOND_NS
+    target.peer_listens(peer, 7, scene.now_ns)
+    target.tick(scene.now_ns)
+    assert _dialled(target) == []
+    _hear_outcomes(scene)
+
     scene.now_ns += SECOND_NS
     target.peer_listens(peer, 7, scene.now_ns)
     target.tick(scene.now_ns)
@@ -470,6 +486,7 @@ def test_a_writer_that_does_not_answer_takes_one_heartbeat_of_another_engine_of_
     twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
     attach_to(target, peer, twin, scene.now_ns)
     target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
+    _hear_outcomes(scene)
     effects_of(target)
     dialled = []
     for _ in range(50):

@@ -247,6 +247,11 @@ class TargetPair:
         return after
 
     @property
+    def source_engine(self) -> int:
+        """The life of the source's engine that is told of the room's end: the one that got the claim, else the one that is named."""
+        return self.engine or self.named_engine
+
+    @property
     def exposed(self) -> bool:
         """Whether the source may write our memory: pages (if written in place) or regions of the ring."""
         if self.route is None or self.state not in (TargetPairState.CLAIMED, TargetPairState.OPEN):

@@ -691,6 +691,9 @@ class TargetSession:
         is the life that may still write, which then confirms, or a later one, which proves its end.
         """
         home, link.home = link.home, ""
+        if link.outcomes and not home:
+            # Its engine must hear them first: the other one is told nothing of its rooms.
+            return
         if any(not room.failed and not self._is_elsewhere(link, pair) for room, pair in self._rooms_of(link)):
             return
         if home:
@@ -728,7 +731,7 @@ class TargetSession:
             link = self.peers[pair.peer]
             link.outcomes_until_ns = max(link.outcomes_until_ns, until_ns)
             if self._concerns(link, pair):
-                lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
+                lives.append(Life(pair.peer, pair.pair.source_epoch, pair.source_engine))
         # Most rooms have the same lives, so they share one tuple.
         if len(self._lives) > _LIVES_KEPT_MAX:
             self._lives.clear()
@@ -744,7 +747,7 @@ class TargetSession:
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
-                self._note_outcome(link, room.key, ended, pair.engine, pair.serial)
+                self._note_outcome(link, room.key, ended, pair.source_engine, pair.serial)
         if link.queued_epoch == attach.epoch:
             return
         link.queued_epoch = attach.epoch
@@ -755,13 +758,13 @@ class TargetSession:
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                self._note_outcome(link, room.key, done, pair.engine)
+                self._note_outcome(link, room.key, done, pair.source_engine)
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         link = self.peers[pair.peer]
         if self._concerns(link, pair):
-            self._note_outcome(link, key, ended, pair.engine, pair.serial)
+            self._note_outcome(link, key, ended, pair.source_engine, pair.serial)
             self._send_outcome(link, key, now_ns)
 
     def _note_outcome(self, link: Link, key: RoomKey, ended: Ended, engine: int, serial: int = 0) -> None:
