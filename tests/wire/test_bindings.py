@@ -205,6 +205,24 @@ def test_a_thief_who_cancels_his_claim_ends_nobodys_room() -> None:
     assert scene.reasons() == DONE | {"thief": Reason.CANCELLED}
 
 
+@pytest.mark.parametrize("owner", ["", "ask", "claim"])
+@pytest.mark.parametrize("call", ["ask", "claim"])
+def test_a_thief_who_cancels_before_the_offer_ends_nobodys_room(call: str, owner: str) -> None:
+    scene = Scene.of()
+    if owner == "ask":
+        scene.ask("owner", RIGHT)
+    getattr(scene, call)("thief", WRONG)
+    if owner == "claim":
+        scene.claim("owner", RIGHT)
+    scene.targets["thief"].cancel(KEY, Reason.CANCELLED, "enough", scene.now_ns)
+    scene.wait(8)
+    scene.offer()
+    if owner != "claim":
+        scene.claim("owner", RIGHT)
+    scene.wait(8)
+    assert scene.reasons() == DONE | {"thief": Reason.CANCELLED}
+
+
 def test_the_owner_who_cancels_before_his_claim_arrives_ends_his_room() -> None:
     scene = Scene.of()
     scene.offer()

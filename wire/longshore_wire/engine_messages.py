@@ -79,7 +79,9 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
         if len(self.agent) > _AGENT_CHARACTERS_MAX:
             raise _malformed(f"agent has {len(self.agent)} characters: give the endpoint as prefill's agent gave it")
         if len(self.seals) > LISTENERS_MAX or any(len(seal) > _SEAL_BYTES_MAX for seal in self.seals):
-            raise _malformed(f"there are {len(self.seals)} seals of up to {max(map(len, self.seals))} bytes: give the endpoint as prefill's agent gave it")
+            raise _malformed(
+                f"there are {len(self.seals)} seals of up to {max(map(len, self.seals))} bytes: give the endpoint as prefill's agent gave it"
+            )
         rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
         for each in self.ranks:
             if not 0 <= each.rank < rank_count or each.rank in ranks:

@@ -367,6 +367,8 @@ class Ended:
         lives: at a target only: the lives of the sources of this room.
         opened_ns: when it opened here; 0 if it never did.
         binding: of our engine's half.
+        shown: at a source only: the capability of the claim or ask that ended it before our engine's first offer; None: another
+            end. Whoever shows another capability has another request.
     """
 
     reason: Reason
@@ -375,6 +377,7 @@ class Ended:
     lives: tuple[Life, ...] = ()
     opened_ns: int = 0
     binding: Binding = UNBOUND
+    shown: bytes | None = None
 
 
 N = TypeVar("N")
@@ -446,12 +449,19 @@ class RoomTable(Generic[R]):
         )
 
     def remember(
-        self, key: RoomKey, reason: Reason, text: str, now_ns: int, lives: tuple[Life, ...] = (), longer_ns: int = 0
+        self,
+        key: RoomKey,
+        reason: Reason,
+        text: str,
+        now_ns: int,
+        lives: tuple[Life, ...] = (),
+        longer_ns: int = 0,
+        shown: bytes | None = None,
     ) -> None:
         """Record how a room ended, `longer_ns` longer than others, and forget the oldest ones above the limit."""
         room, until_ns = self.open.get(key), self.remembered_until_ns(now_ns) + longer_ns
         opened_ns, binding = (0, UNBOUND) if room is None else (room.opened_ns, room.binding)
-        self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding)
+        self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding, shown)
         self.ended.move_to_end(key)
         while len(self.ended) > self.config.ended_rooms_max:
             self.ended.popitem(last=False)

@@ -36,7 +36,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.plan import plan
-from longshore_wire.room import Notes, RoomTable, SourcePair, SourceRoom
+from longshore_wire.room import Ended, Notes, RoomTable, SourcePair, SourceRoom
 from longshore_wire.slabs import SlabGrid, slab_bytes
 from longshore_wire.states import (
     SourceEvent,
@@ -112,7 +112,7 @@ class SourceSession:
             RoomError: the offer breaks the room's rules, the room has ended, or there are too many (BUSY).
         """
         key = RoomKey(self.config.instance, room, pool)
-        ended = self.ended.get(key)
+        ended = self._ended(key, binding.capability)
         if ended is not None and key not in self.rooms:
             raise RoomError(
                 f"room {room_name(room)} has ended ({ended.reason.name}): {ended.text or 'use a new id for a new request'}",
@@ -203,11 +203,17 @@ class SourceSession:
         self.links.was_absent(late_ns, now_ns)
         self.table.was_absent(late_ns, now_ns)
 
-    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Record how a room ended. It needs no note any more."""
-        self._completed.pop(key, None)
-        self._asks.pop(key, None)
-        self.table.remember(key, reason, text, now_ns)
+    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:
+        """Record how a room ended. It needs no note any more, but one of another request's."""
+        if shown is None:
+            self._completed.pop(key, None)
+            self._asks.pop(key, None)
+        self.table.remember(key, reason, text, now_ns, shown=shown)
+
+    def _ended(self, key: RoomKey, capability: bytes) -> Ended | None:
+        """Return how the room of a request with this capability has ended; None if it has not."""
+        ended = self.ended.get(key)
+        return None if ended is None or ended.shown not in (None, capability) else ended
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
@@ -392,7 +398,7 @@ class SourceSession:
     def _on_ask(self, link: Link, ask: Ask, now_ns: int) -> None:
         """Answer a target that waits for the first tokens of a room, or note it until they are offered."""
         key = ask.pair.key
-        room, ended = self.rooms.get(key), self.ended.get(key)
+        room, ended = self.rooms.get(key), self._ended(key, ask.binding.capability)
         if key.instance != self.config.instance:
             text = f"room {room_name(key.room)} is not open at {self.config.instance}"
             self._send(link.peer, Abort(ask.pair, Reason.UNKNOWN_INSTANCE, text))
@@ -416,7 +422,7 @@ class SourceSession:
 
     def _on_claim(self, link: Link, claim: Claim, now_ns: int) -> None:
         key, peer = claim.pair.key, link.peer
-        ended = self.ended.get(key)
+        ended = self._ended(key, claim.binding.capability)
         room = self.rooms.get(key)
         if room is None and ended is not None:
             if ended.reason is Reason.NONE and claim.first_token == claim.end_token:
@@ -686,7 +692,7 @@ class SourceSession:
             # An earlier life of this worker refused that claim. The room is another request's.
             return
         elif room is None and key not in self.ended and key.instance == self.config.instance:
-            self._remember(key, reason, abort.text, now_ns)
+            self._remember(key, reason, abort.text, now_ns, abort.binding.capability)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -820,7 +826,8 @@ class SourceSession:
         room.step(SourceRoomEvent.FAIL)
         room.reason, room.text = reason, text
         self._effect(room.ended())
-        self._remember(room.key, reason, text, now_ns)
+        claimed = next(iter(room.pairs.values()), None) if room.first_token < 0 else None
+        self._remember(room.key, reason, text, now_ns, None if claimed is None else claimed.binding.capability)
         for peer, pair in room.pairs.items():
             pair.abort()
             if pair.state is SourcePairState.OPEN:

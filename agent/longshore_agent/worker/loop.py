@@ -321,8 +321,10 @@ class Worker:
                 extra=effect.about(),
             )
             self.mover.cancel(effect.half, effect.key)
-            # Each rank hears from its own source that a claim lacks the capability. The room is open for another request.
-            if effect.reason is not Reason.AUTHENTICATION:
+            # Each rank hears from its own peer that a claim lacks the capability, or was given up before the offer that would
+            # tell whose it is. The room is open for another request.
+            ended = self.sessions[effect.half].ended.get(effect.key)
+            if effect.reason is not Reason.AUTHENTICATION and not (ended is not None and ended.shown):
                 self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
         if self._reporter is not None:
             self._reporter.ended(effect, self.sessions[effect.half].peers, now_ns)
