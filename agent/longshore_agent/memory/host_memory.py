@@ -263,12 +263,15 @@ def _filesystem(descriptor: int) -> int:
     return int.from_bytes(found.raw[:4], sys.byteorder) if _LIBC.fstatfs(descriptor, found) == 0 else 0
 
 
-def _check_allocated(descriptor: int, found: os.stat_result, length_bytes: int) -> None:
-    """Raise PoolError if memory has holes: the pages of those would count as the agent's memory, which has a limit."""
+def _check_allocated(descriptor: int, found: os.stat_result) -> None:
+    """Raise PoolError if memory has holes: the pages of those would count as the agent's memory, which has a limit.
+
+    All of the file counts, since the kernel does not tell which part of it is allocated.
+    """
     kept_bytes = found.st_blocks * _BLOCK_BYTES
-    if kept_bytes < length_bytes and _filesystem(descriptor) == _TMPFS:
+    if kept_bytes < found.st_size and _filesystem(descriptor) == _TMPFS:
         raise PoolError(
-            f"{kept_bytes} of the memory's {length_bytes} bytes are allocated, and an agent that writes the others would pay for "
+            f"{kept_bytes} of the memory's {found.st_size} bytes are allocated, and an agent that writes the others would pay for "
             "them: allocate all of it before register_pool (posix_fallocate), or use create_region or torch_region"
         )
 
@@ -285,7 +288,7 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         found = os.fstat(descriptor)
         if length_bytes < 1 or found.st_size < length_bytes:
             raise PoolError(f"the file has {found.st_size} bytes, {length_bytes} were declared: pass a larger file")
-        _check_allocated(descriptor, found, length_bytes)
+        _check_allocated(descriptor, found)
         return Mapping(descriptor, length_bytes)
     except OSError as error:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
