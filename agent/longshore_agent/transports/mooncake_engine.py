@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ _RUNTIME = Path("cu13", "lib", "libcudart.so.13")
 # Sleep of the listener of an engine that only writes. An engine that ends waits for it, with Python's lock held.
 _LISTENER_SLEEP_US = 50_000
 _PORT_MAX = 65535
+_LOG_LEVEL = "ERROR"
+# Only one thread may stand in for the process's stderr.
+_HOLDS_STDERR = threading.Lock()
 # Lines that the library writes at each start: it looks for its own segment before it makes one.
 _USUAL_LINES = (b"Logging before InitGoogleLogging()", b"Local segment descriptor not found")
 
@@ -145,7 +149,7 @@ def start_writer(ports: DataPorts) -> Any:
 
 def _load(way_out: str) -> Any:
     # The library reads it when it loads. It would log several INFO lines for each write.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", _LOG_LEVEL)
     try:
         import mooncake.engine
     except ImportError as error:
@@ -166,9 +170,15 @@ def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
 
 @contextlib.contextmanager
 def _without_usual_lines() -> Iterator[None]:
-    """Hold what is written to stderr meanwhile, and then write all of it but the lines of each healthy start."""
-    sys.stderr.flush()
-    with os.fdopen(os.dup(2), "wb", 0) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b", 0) as held:
+    """Hold what is written to stderr meanwhile, and then write all of it but the lines of each healthy start.
+
+    If the library ends the process meanwhile, they are lost: MC_LOG_LEVEL=INFO shows them.
+    """
+    if os.environ.get("MC_LOG_LEVEL") != _LOG_LEVEL:
+        yield
+        return
+    with _HOLDS_STDERR, os.fdopen(os.dup(2), "wb", 0) as stderr, os.fdopen(os.memfd_create("stderr"), "w+b", 0) as held:
+        sys.stderr.flush()
         os.dup2(held.fileno(), 2)
         try:
             yield
