@@ -94,13 +94,18 @@ def test_the_protocol_that_acknowledges_nothing_is_refused(monkeypatch: pytest.M
 
 
 def test_a_healthy_transport_logs_nothing_when_it_starts_and_other_lines_are_kept(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MooncakeTransport("quiet").close()
     assert capfd.readouterr().err == ""
     with mooncake_engine._without_usual_lines():
         os.write(2, b"E1128 a.cpp:1] Local segment descriptor not found\nE1128 a.cpp:2] no port is free\n")
     assert capfd.readouterr().err == "E1128 a.cpp:2] no port is free\n"
+    # Whoever asks for more lines gets all of them at once.
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    with mooncake_engine._without_usual_lines():
+        os.write(2, b"E1128 a.cpp:1] Local segment descriptor not found\n")
+        assert "descriptor not found" in capfd.readouterr().err
 
 
 def test_an_open_write_ends_by_a_disconnect_and_is_not_settled(scene: Scene) -> None:
