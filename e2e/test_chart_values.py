@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from deployments import CHART, VERSION, rendered_chart
+from controlplane import binaries
+from deployments import BASELINE, CHART, ROOT, VERSION, rendered_chart
 
 Body = dict[str, Any]
 Objects = dict[tuple[str, str], Body]
@@ -360,6 +363,21 @@ def test_an_address_of_runbooks_that_is_none_is_refused_by_name(url: str) -> Non
     with pytest.raises(subprocess.CalledProcessError) as caught:
         changed({"monitoring": {"rules": {"runbookUrl": url}}})
     assert "runbookUrl" in caught.value.stderr
+
+
+@pytest.mark.parametrize("commit", ["b8f871c", "a983646", BASELINE])
+def test_templates_work_with_the_values_of_an_older_chart_alone(commit: str, tmp_path: Path) -> None:
+    """As `helm upgrade --reuse-values` uses them: without the values that came later."""
+    chart = shutil.copytree(CHART, tmp_path / "longshore")
+    shown = ("git", "show", f"{commit}:charts/longshore/values.yaml")
+    old = subprocess.run(shown, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (chart / "values.yaml").write_text(old, encoding="utf-8")
+    (chart / "values.schema.json").unlink()
+    command = [str(binaries.find("helm")), "template", "longshore", str(chart), "--kube-version=1.34.4"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds = {body["kind"] for body in yaml.safe_load_all(done.stdout) if body}
+    assert {"CustomResourceDefinition", "Deployment", "ClusterRole"} <= kinds
 
 
 def test_values_of_an_older_chart_have_no_monitoring() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from operator_scene import IMAGES, MPS, Scene
 
 from longshore_agent.settings import Role, Settings
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Allowed
 from longshore_spec.environment import variable
-from longshore_spec.pod_settings import AGENT_VARIABLES
+from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES
 
 Body = dict[str, Any]
+CRD = Path(__file__).parents[2] / "crds" / "disaggdeployments.longshore.dev.yaml"
 PREFILL = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}
 DECODE = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": {"role": "decode"}}
 
@@ -192,6 +196,14 @@ def test_the_variables_of_agents_are_the_settings_that_nothing_else_sets() -> No
     }
     assert set(AGENT_VARIABLES) == free - ours - page
     assert list(AGENT_VARIABLES) == sorted(AGENT_VARIABLES)
+
+
+def test_the_definition_takes_every_variable_that_the_operator_passes_on() -> None:
+    schema = yaml.safe_load(CRD.read_text(encoding="utf-8"))["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    agents = schema["properties"]["spec"]["properties"]["agents"]["properties"]
+    pattern = agents["env"]["items"]["properties"]["name"]["pattern"]
+    names = [*AGENT_VARIABLES, *(f"{prefix}X" for prefix in LIBRARY_PREFIXES)]
+    assert [name for name in names if not re.search(pattern, name)] == []
 
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------

@@ -98,6 +98,18 @@ def test_shell_blocks_parse() -> None:
     assert [(block.place, fault) for block in of("sh") if (fault := shell_fault(block.text))] == []
 
 
+def test_upgrades_take_the_values_that_came_later() -> None:
+    """With --reuse-values alone, Helm gives new templates the values of the old chart."""
+    upgrades = [
+        (block.place, words)
+        for block in (*of("sh"), *of("text"))
+        for words in commands("\n".join(TYPED.findall(block.text)) if block.language == "text" else block.text)
+        if words[:2] == ["helm", "upgrade"]
+    ]
+    assert len(upgrades) > 5
+    assert [place for place, words in upgrades if "--reset-then-reuse-values" not in words] == []
+
+
 def test_make_targets_in_shell_blocks_exist() -> None:
     targets = set(TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
     named = [

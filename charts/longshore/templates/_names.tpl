@@ -32,7 +32,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "longshore.allow" -}}
 {{- $names := list }}
 {{- range $value, $name := dict "image" "image" "hostNetwork" "hostNetwork" "hostIPC" "hostIPC" "noNetworkPolicy" "networkPolicy" }}
-{{- if index $.Values.allow $value }}{{ $names = append $names $name }}{{ end }}
+{{- if index ($.Values.allow | default dict) $value }}{{ $names = append $names $name }}{{ end }}
 {{- end }}
 {{- join "," $names }}
 {{- end }}
