@@ -418,6 +418,7 @@ zmq = SimpleNamespace(
                 "DEALER",
                 "ROUTING_ID",
                 "ROUTER_MANDATORY",
+                "HANDSHAKE_IVL",
                 "ROUTER_HANDOVER",
                 "EVENT_HANDSHAKE_FAILED_PROTOCOL",
                 "LAST_ENDPOINT",
