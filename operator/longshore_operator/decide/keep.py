@@ -61,7 +61,8 @@ def _with_its_helper(observed: Observed, kind: Kind, wanted: Body) -> Body:
         return wanted
     image = found["spec"]["template"]["metadata"].get("annotations", {}).get(names.HELPER_ANNOTATION)
     template = wanted["spec"]["template"]
-    if not image or _template(found) != _template(wanted):
+    own = template["metadata"]["annotations"][names.HELPER_ANNOTATION]
+    if image in (None, own) or _template(found) != _template(wanted):
         return wanted
     metadata = template["metadata"] | {
         "annotations": template["metadata"]["annotations"] | {names.HELPER_ANNOTATION: image}
