@@ -128,8 +128,17 @@ def test_status_rooms_and_trace_find_the_agents_by_their_directory(
     assert main(["trace", "room", "1", *given]) == 0
     assert "all times are of one clock" in capsys.readouterr().out
 
+    keys = (Path(directory) / "keys" / "curve.json").read_bytes()
+    assert main(words) == 1
+    assert f"another `longshore up` (PID {up.process.pid}) runs in {directory}" in capsys.readouterr().err
     up.process.send_signal(signal.SIGINT)
     up.read_rest()
+    # The next one in this directory has the same keys.
+    again = stack.enter_context(marked(["-u", "-m", "longshore_cli.main", *words]))
+    again.read_until("Ctrl-C")
+    assert (Path(directory) / "keys" / "curve.json").read_bytes() == keys
+    again.process.send_signal(signal.SIGINT)
+    again.read_rest()
     code, found = status()
     assert (code, [agent["name"] for agent in found["agents"]]) == (1, ["decode-0", "prefill-0"])
     assert found["worst"].startswith(f"agent on decode-0 is silent: no agent runs in {directory}/decode-0: ")

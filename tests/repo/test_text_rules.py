@@ -79,6 +79,16 @@ def test_links_between_pages_lead_to_files_and_sections_that_exist() -> None:
     assert dead == []
 
 
+def test_the_index_has_each_page_once() -> None:
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = [target for target, _ in LINK.findall(text) if target and not target.startswith("..")]
+    pages = {
+        str(path.relative_to("docs")) for path, _ in text_files() if path.parts[0] == "docs" and path.suffix == ".md"
+    }
+    assert set(listed) == pages - {"README.md"}
+    assert [target for target in set(listed) if listed.count(target) > 1] == []
+
+
 def test_links_that_the_command_prints_lead_to_files_and_sections_that_exist() -> None:
     # Links of a page whose path is a constant of the module are joined to it.
     joined = re.compile(r"f\"\{(\w+)\}#([\w-]+)\"")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import msgspec
 
-from longshore_cli.local_agents import LocalAgent, make_keys
+from longshore_cli.local_agents import KEYS_FILE, LocalAgent, LocalAgentError, make_keys
 from longshore_cli.up_directory import CONFIG_FILE
 from longshore_spec.agent_config import AgentConfig, Backend, Control, dump
 
 # Sizes are rounded down to whole memory pages, and stay large enough for slabs of a useful size.
 _PAGE_BYTES = 4096
 _BUFFER_BYTES_MIN = 256 << 10
+# Of the running `longshore up`, with its process's number.
+LOCK_FILE = "up.lock"
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,25 @@ def members_of(config: AgentConfig, instances: tuple[int, int] | None) -> list[M
 
 
 class Fleet:
-    """The running agents. A context manager: entering waits until all are ready, leaving until all have ended."""
+    """The running agents. A context manager: entering waits until all are ready, leaving until all have ended.
+
+    A directory of an earlier fleet keeps its keys.
+
+    Raises:
+        LocalAgentError: another fleet runs in the directory.
+    """
 
     def __init__(self, config: AgentConfig, members: list[Member], directory: Path) -> None:
         self.config = config
         self._directory = directory
+        self._claim = _claimed(directory)
         self.agents: dict[str, LocalAgent] = {}
         keys = directory / "keys"
         control = msgspec.structs.replace(config.control, keys_directory=str(keys))
         self._config_path = directory / CONFIG_FILE
         self._config_path.write_text(dump(msgspec.structs.replace(config, control=control)))
-        make_keys(keys)
+        if not (keys / KEYS_FILE).exists():
+            make_keys(keys)
         for member in members:
             settings = {"config_file": str(self._config_path), "node": member.name}
             self.agents[member.name] = LocalAgent(settings, directory / member.name)
@@ -99,6 +111,32 @@ class Fleet:
         for agent in self.agents.values():
             agent.terminate()
         self._stack.close()
+        self._claim.close()
+
+
+def _claimed(directory: Path) -> TextIO:
+    """Return the file whose lock this process holds, so that one fleet at a time runs in a directory.
+
+    Raises:
+        LocalAgentError: another one does, or the file cannot be written.
+    """
+    try:
+        file = (directory / LOCK_FILE).open("a+", encoding="ascii")
+    except OSError as error:
+        raise LocalAgentError(f"{directory}: {error.strerror}: choose another --directory") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        with file:
+            holder = file.read().strip() or "unknown"
+        raise LocalAgentError(
+            f"another `longshore up` (PID {holder}) runs in {directory}: end it, or choose another --directory"
+        ) from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
 
 def _sized(length_bytes: int, factor: Fraction) -> int:
