@@ -18,9 +18,12 @@ from longshore_cli.local_agents import make_keys
 from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError
 
-# `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
-_AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
-_STARTING = frozenset({"up", "keys"})
+# Modules of the programs that a command starts, and the extras that bring them. A plain installation, which is for engines,
+# lacks them.
+_NEEDED = {
+    "up": (("fastapi", "numpy", "uvicorn", "zmq"), ("agent", "cli", "nixl")),
+    "keys": (("zmq",), ("cli",)),
+}
 
 _Given = TypeVar("_Given")
 
@@ -127,7 +130,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return laboratory.run(chosen.command, words, _program())
     if words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if chosen.command in _STARTING and (fault := distribution.lacking(_AGENT_MODULES, "agent", "cli", "nixl")):
+    modules, extras = _NEEDED.get(chosen.command, ((), ()))
+    if modules and (fault := distribution.lacking(modules, *extras)):
         print(f"longshore {chosen.command}: {fault}", file=sys.stderr)
         return EXIT_INVALID
     return _ended(chosen.command, chosen.run, chosen)

@@ -80,7 +80,8 @@ def test_the_keys_directory_is_told_as_agents_need_it_wherever_they_are_started(
 
 
 def test_an_installation_for_engines_says_what_the_commands_need_beside_it(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("longshore_cli.main._AGENT_MODULES", ("zmq", "not_there_at_all"))
+    needed = {"keys": (("zmq", "not_there_at_all"), ("agent", "cli", "nixl"))}
+    monkeypatch.setattr("longshore_cli.main._NEEDED", needed)
     assert main(["keys", str(tmp_path / "keys")]) == 2
     assert capsys.readouterr().err.startswith(
         "longshore keys: not_there_at_all cannot be imported: pip install 'longshore-kv[agent,cli,nixl]'"

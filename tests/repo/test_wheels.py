@@ -86,7 +86,7 @@ def client_alone(at: Environment) -> None:
     assert at.refused("longshore", "completion", "bash").endswith(
         "pip install 'longshore-kv[cli]', or '.[cli]' in a checkout"
     )
-    assert "longshore-kv[agent,cli,nixl]" in at.refused("longshore", "keys", "keys")
+    assert "longshore-kv[cli]" in at.refused("longshore", "keys", "keys")
     assert at.said("kubectl_complete-longshore", "r") == ":1\n"
 
 
@@ -95,6 +95,8 @@ def cli(at: Environment) -> None:
     assert "rooms\t" in at.said("kubectl_complete-longshore", "r")
     assert "usage: longshore trace" in at.said("longshore", "trace", "--help")
     assert "longshore-kv[agent,cli,lab,nixl]" in at.refused("longshore", "demo")
+    assert "longshore-kv[agent,cli,nixl]" in at.refused("longshore", "up", "-f", "none.yaml")
+    assert "keys are in " in at.said("longshore", "keys", "keys")
 
 
 def operator(at: Environment) -> None:
