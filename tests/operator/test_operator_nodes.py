@@ -86,6 +86,15 @@ def test_tainted_nodes_are_said_to_be_so_and_tolerated_ones_count() -> None:
     assert role_of(scene, "decode")["summary"] == "1/2 TP1"
 
 
+def test_an_agent_of_the_role_that_a_node_has_left_is_not_one_of_its_new_role() -> None:
+    scene = settled()
+    scene.put_node("a2", "prefill")
+    scene.put_agent("a2", roles="decode", asked=False)
+    assert role_of(scene, "prefill")["summary"] == "1/2 TP4"
+    assert role_of(scene, "decode")["summary"] == "1/1 TP1"
+    assert scene.reasons()["Ready"] == "AgentsNotReady"
+
+
 TAINT = Taint("k", "v", "NoSchedule")
 
 

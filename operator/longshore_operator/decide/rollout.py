@@ -92,7 +92,7 @@ def look(observed: Observed, wanted: Sequence[Body], placed: Sequence[Placed], c
     expected = frozenset(node for role in placed for node in role.expected)
     there = {agent.pod.node for agent in observed.agents if not agent.pod.ending}
     return Rollout(
-        _own_counts(observed, expected, configs, counted) if observed.nodes is not None and placed else counted,
+        _own_counts(observed, placed, configs, counted) if observed.nodes is not None and placed else counted,
         current=bool(wanted)
         and names_wanted == ours.keys()
         and all(_same(observed, body, ours[body["metadata"]["name"]]) for body in wanted),
@@ -114,11 +114,20 @@ def look(observed: Observed, wanted: Sequence[Body], placed: Sequence[Placed], c
     )
 
 
-def _own_counts(observed: Observed, expected: frozenset[str], configs: Mapping[str, str], counted: Counts) -> Counts:
+def _serving(observed: Observed, placed: Placed) -> list[Agent]:
+    """Return the agents of one role. A node that has changed its role may still have an agent of the other one."""
+    return [
+        agent
+        for agent in observed.agents
+        if agent.pod.node in placed.expected and agent.pod.roles in (placed.role, names.BOTH) and not agent.pod.ending
+    ]
+
+
+def _own_counts(observed: Observed, placed: Sequence[Placed], configs: Mapping[str, str], counted: Counts) -> Counts:
     """Return the counts of agents on the nodes that must have one. An agent counts only if its DaemonSet counts it, too."""
-    there = [agent for agent in observed.agents if agent.pod.node in expected and not agent.pod.ending]
+    there = [agent for role in placed for agent in _serving(observed, role)]
     return Counts(
-        desired=len(expected),
+        desired=len({node for role in placed for node in role.expected}),
         ready=min(counted.ready, len({agent.pod.node for agent in there if agent.pod.ready})),
         updated=min(counted.updated, len({agent.pod.node for agent in there if runs_current(agent, configs)})),
     )
@@ -234,7 +243,7 @@ def role_counts(observed: Observed, placed: Placed, configs: Mapping[str, str]) 
     """Return nodes, readyAgents and updatedAgents of one role; nothing if nodes are unreadable."""
     if observed.nodes is None:
         return {}
-    there = [agent for agent in observed.agents if agent.pod.node in placed.expected and not agent.pod.ending]
+    there = _serving(observed, placed)
     return {
         "nodes": len(placed.expected),
         "readyAgents": len({agent.pod.node for agent in there if agent.pod.ready}),
