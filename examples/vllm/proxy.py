@@ -13,8 +13,8 @@ One of the two kinds may be SGLang with the backend `longshore`; 8998 is SGLang'
 Between engines of two kinds it serves /v1/completions of one prompt, which it passes on as token ids. Otherwise it serves /v1/completions and
 /v1/chat/completions; decode alone computes a request for several answers or with several prompts. Answers may stream. An
 engine's error reaches the client with its status; after the first tokens, the router closes the stream instead. It uses
-several engines of a kind in turn. /v1/models is decode's, /health is good if an engine of each kind is, and all other paths are
-refused.
+several engines of a kind in turn. /v1/models is decode's, /health is good if an engine of each kind is, and all other paths and
+methods are refused.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 # A queued long prompt takes minutes. An engine that does not accept the connection is down.
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)
@@ -86,7 +87,8 @@ def make_app(
         async with client:
             yield
 
-    app = FastAPI(title="Longshore example router", lifespan=lifespan)
+    # A path with a slash too many is refused, too.
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -109,10 +111,11 @@ def make_app(
 
         return await _served(look())
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def other(path: str) -> Response:
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, _: Exception) -> Response:
         """Refuse what this router does not know how to divide between two engines."""
-        text = f"this router serves /v1/completions, /v1/chat/completions, /v1/models and /health, and not /{path}"
+        served = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models and GET /health"
+        text = f"this router serves {served}, and not {request.method} {request.url.path}"
         return Response(_error(BAD_REQUEST, text), BAD_REQUEST, media_type="application/json")
 
     async def _served(work: Awaitable[Response]) -> Response:

@@ -325,6 +325,27 @@ def test_pages_that_load_balancers_and_clients_ask_for_first_are_served(proxy):
     assert (refused.status_code, "/v1/chat/completions" in refused.json()["error"]["message"]) == (400, True)
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/docs"),
+        ("GET", "/redoc"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/completions"),
+        ("GET", "/v1/models/"),
+        ("POST", "/v1/responses"),
+        *((method, "/health") for method in ("HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "POST")),
+    ],
+)
+def test_all_other_paths_and_methods_are_refused_with_the_reason(proxy, method, path):
+    engines = Engines()
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(engines.handle))
+    with TestClient(app) as client:
+        answer = client.request(method, path, follow_redirects=False)
+    assert (answer.status_code, engines.heard) == (400, [])
+    assert method == "HEAD" or f"and not {method} {path}" in answer.json()["error"]["message"]
+
+
 def first(*answers):
     """Return an engine's answers: the first as these make it, and then a right one."""
     left = list(answers)
