@@ -14,6 +14,7 @@ from longshore_cli.arguments import ArgumentsError
 from longshore_cli.cluster import CONNECTIONS, Cluster
 from longshore_cli.status_pages import AgentPageError, AgentPages
 from longshore_cli.threads import Threads
+from longshore_cli.words import plain
 from longshore_wire.errors import LongshoreError
 
 # For one page of each of 1,000 agents, which takes some seconds. One that does not answer takes HTTP_TIMEOUT_S.
@@ -90,7 +91,7 @@ def asked(command: str, pages: Sequence[AgentPages], ask: Callable[[AgentPages],
     found = answers(pages, ask)
     for each in found:
         if isinstance(each, LongshoreError):
-            sys.stderr.write(f"longshore {command}: {each}\n")
+            sys.stderr.write(f"longshore {command}: {plain(str(each))}\n")
     return [each for each in found if not isinstance(each, LongshoreError)]
 
 

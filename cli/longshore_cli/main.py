@@ -15,6 +15,7 @@ from longshore_cli import analyze, check, completion, examples, laboratory, room
 from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
 from longshore_cli.lifetime import SIGNAL_STATUS
 from longshore_cli.local_agents import make_keys
+from longshore_cli.words import plain_lines
 from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError
 
@@ -142,7 +143,7 @@ def _ended(command: str, run: Callable[[_Given], int], given: _Given) -> int:
     try:
         return run(given)
     except LongshoreError as error:
-        sys.stderr.write(f"longshore {command}: {error}\n")
+        sys.stderr.write(f"longshore {command}: {plain_lines(str(error))}\n")
         return EXIT_INVALID if isinstance(error, ArgumentsError) else 1
     except ModuleNotFoundError as error:
         # Each command imports what it alone needs when it needs it.

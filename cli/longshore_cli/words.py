@@ -21,3 +21,8 @@ def count(number: int, noun: str) -> str:
 def plain(text: str) -> str:
     """Return a text in one line, without characters that a terminal obeys."""
     return text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)
+
+
+def plain_lines(text: str) -> str:
+    """Return a text of several lines, such as the end of a log, without characters that a terminal obeys."""
+    return "\n".join(map(plain, text.split("\n")))

@@ -33,6 +33,8 @@ STARVED_WAIT_S = 0.01
 POLL_MAX_S = 3600.0
 # Messages read before callers get the lock again.
 RECEIVE_BATCH_MAX = 64
+# Another kind of socket; a file where the path needs a folder; a loop of links.
+_NEVER_AN_AGENT = frozenset({errno.EPROTOTYPE, errno.ENOTDIR, errno.ELOOP})
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 # As a number: operators of flags of `enum` take as long as the system call.
 _CUT = int(socket.MSG_TRUNC)
@@ -78,7 +80,7 @@ class AgentSocket:
             raise PermissionError(_what_is_lacking(path)) from error
         except OSError as error:
             connected.close()
-            if error.errno in (errno.ECONNREFUSED, errno.EPROTOTYPE) and not _can_be_an_agent(path, error):
+            if not _can_be_an_agent(path, error):
                 raise ConnectError(f"{path} is no socket of an agent ({error}): {_WHERE}") from error
             raise
         return cls(connected)
@@ -142,9 +144,11 @@ def _warn(text: str) -> None:
 
 
 def _can_be_an_agent(path: str, error: OSError) -> bool:
-    """Return whether an agent may answer later at a path that refuses now. A file of another kind stays."""
-    if error.errno == errno.EPROTOTYPE:
+    """Return whether an agent may answer later at a path that fails now. A file of another kind stays."""
+    if error.errno in _NEVER_AN_AGENT:
         return False
+    if error.errno != errno.ECONNREFUSED:
+        return True
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)  # noqa: PTH116 -- as below
     except OSError:

@@ -320,8 +320,12 @@ class RequestBook:
             return
         try:
             room = room_of(parameters)
+            if room in self._lent or any(room == each.room for each in self._prompts.values()):
+                raise ArgumentError(
+                    f"kv_transfer_params.{ROOM} is that of another prompt: give a new one for each prompt"
+                )
         except ArgumentError as error:
-            # Decode gets the same number, and its load fails with the same text.
+            # Decode gets the same number, and its load fails. The router can send it again with prefill's answer.
             _log.error("request %s: %s", request_id, error)
             room = None
         # A room is used once, even if the request is.

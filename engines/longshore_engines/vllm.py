@@ -132,6 +132,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
     def on_new_request(self, request: Any) -> None:
         """Take a request before it gets blocks."""
         assert self._book is not None
+        if not isinstance(request.kv_transfer_params, dict | None):
+            # A client's `vllm_xargs` reach here unchecked, and a text would end the engine, in vLLM's own code, too.
+            _log.warning("request %s: kv_transfer_params is no mapping, and ignored", request.request_id)
+            request.kv_transfer_params = None
         self._book.arrived(request.request_id, request.kv_transfer_params)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -13,8 +13,8 @@ One of the two kinds may be SGLang with the backend `longshore`; 8998 is SGLang'
 Between engines of two kinds it serves /v1/completions of one prompt, which it passes on as token ids. Otherwise it serves /v1/completions and
 /v1/chat/completions; decode alone computes a request for several answers or with several prompts. Answers may stream. An
 engine's error reaches the client with its status; after the first tokens, the router closes the stream instead. It uses
-several engines of a kind in turn. /v1/models is decode's, /health is good if an engine of each kind is, and all other paths are
-refused.
+several engines of a kind in turn. /v1/models is decode's, /health is good if an engine of each kind is, and all other paths and
+methods are refused. No engine gets transfer parameters that a client has written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -33,6 +33,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 # A queued long prompt takes minutes. An engine that does not accept the connection is down.
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)
@@ -40,6 +41,13 @@ DISCONNECT_LOOK_S = 0.5
 PASSED_ON = ("authorization", "x-request-id")
 # Fields about the response, which are removed from the request for prefill's single token.
 ANSWER_FIELDS = ("stream_options", "min_tokens", "n", "best_of", "max_completion_tokens")
+# The fields that this router reads of a client's request, and those of an engine's answer that it sends on.
+OF_REQUEST = {"n": int | float | None, "best_of": int | float | None, "stream": bool | None}
+OF_ANSWER = {"kv_transfer_params": dict | None}
+# Fields that tell engines where KV is. `vllm_xargs` can hold the first, too.
+TRANSFER_FIELDS = ("kv_transfer_params", "custom_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+# What Python raises where JSON has another form than expected, or more levels than it can read.
+MISFITS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 OK, BAD_REQUEST, CLIENT_GONE, INTERNAL_ERROR, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 500, 502, 504
 # A vLLM prefill engine's count of the prompt's tokens that its cache had. Decode's own count has those that it was sent.
 CACHED = "remote_prefill_cached_tokens"
@@ -86,7 +94,8 @@ def make_app(
         async with client:
             yield
 
-    app = FastAPI(title="Longshore example router", lifespan=lifespan)
+    # A path with a slash too many is refused, too.
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -109,10 +118,11 @@ def make_app(
 
         return await _served(look())
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def other(path: str) -> Response:
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, _: Exception) -> Response:
         """Refuse what this router does not know how to divide between two engines."""
-        text = f"this router serves /v1/completions, /v1/chat/completions, /v1/models and /health, and not /{path}"
+        served = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models and GET /health"
+        text = f"this router serves {served}, and not {request.method} {request.url.path}"
         return Response(_error(BAD_REQUEST, text), BAD_REQUEST, media_type="application/json")
 
     async def _served(work: Awaitable[Response]) -> Response:
@@ -122,9 +132,11 @@ def make_app(
             return Response(error.content, error.status, media_type="application/json")
         except httpx.HTTPError as error:
             status = GATEWAY_TIMEOUT if isinstance(error, httpx.TimeoutException) else BAD_GATEWAY
-            return Response(
-                _error(status, f"an engine is away or silent: {error!r}"), status, media_type="application/json"
-            )
+            text = f"{_name(error.request.url)} is away or silent: {error!r}"
+            return Response(_error(status, text), status, media_type="application/json")
+        except RecursionError as error:
+            # httpx has some levels of the stack less for the client's JSON than `_of_client` had.
+            return Response(_error(BAD_REQUEST, str(error)), BAD_REQUEST, media_type="application/json")
 
     return app
 
@@ -147,14 +159,65 @@ async def _page(client: httpx.AsyncClient, request: Request, engines: Sequence[E
 
 def _passed_on(request: Request) -> dict[str, str]:
     """Return the headers of a request that engines get, too."""
-    return {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    found = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    for name, value in found.items():
+        if not value.isascii():
+            raise EngineError(BAD_REQUEST, f"{name}: this header has a character that is not ASCII")
+    return found
+
+
+def _sendable(content: bytes, types: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object that can be sent on and whose fields have these types. Raises one of MISFITS, which names the field."""
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise TypeError("this is no JSON object")
+    for name, value in found.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+        except MISFITS as error:
+            raise ValueError(f"{name}: {error}") from error
+        if not isinstance(value, types.get(name, object)):
+            raise TypeError(f"{name}: it is {value!r:.60} and not of type {types[name]}")
+    return found
+
+
+@contextmanager
+def _reading(engine: str) -> Iterator[None]:
+    """Name the engine whose answer has not the form that this router reads."""
+    try:
+        yield
+    except MISFITS as error:
+        text = f"{_name(engine)} has answered what this router cannot read: {type(error).__name__}: {error}"
+        raise EngineError(BAD_GATEWAY, text) from error
+
+
+def _name(url: str | httpx.URL) -> str:
+    """Return an engine's host and port. Its address may hold a password."""
+    return httpx.URL(url).netloc.decode()
+
+
+def _of_engine(answer: httpx.Response, engine: str) -> dict[str, Any]:
+    """Return an engine's answer, of which parts are sent to another engine."""
+    if answer.status_code != OK:
+        raise EngineError(answer.status_code, answer.content)
+    with _reading(engine):
+        return _sendable(answer.content, OF_ANSWER)
+
+
+def _of_client(content: bytes) -> dict[str, Any]:
+    """Return a client's request without transfer parameters, which only this router may write."""
+    try:
+        body = _sendable(content, OF_REQUEST)
+    except MISFITS as error:
+        raise EngineError(BAD_REQUEST, f"the request's body cannot be served: {error}") from error
+    for holder in (body, body.get("vllm_xargs")):
+        for name in TRANSFER_FIELDS if isinstance(holder, dict) else ():
+            holder.pop(name, None)
+    return body
 
 
 async def _complete(client: httpx.AsyncClient, request: Request, engines: Engines) -> Response:
-    try:
-        body = dict(json.loads(await request.body()))
-    except (ValueError, TypeError) as error:
-        raise EngineError(BAD_REQUEST, f"the body is no JSON object: {error}") from error
+    body = _of_client(await request.body())
     call = Call(client, request.url.path, _passed_on(request))
     prefill, decode = next(engines.prefill), next(engines.decode)
     is_mixed = isinstance(prefill, SGLang) or isinstance(decode, SGLang)
@@ -168,7 +231,9 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
     prompt |= {"kv_transfer_params": {"do_remote_decode": True}}
     if isinstance(decode, SGLang):
         answer = await call.post(prefill, prompt | {"return_token_ids": True})
-        return await call.answer(decode.url, body | _for_sglang(answer, prefill))
+        with _reading(prefill):
+            handed = _for_sglang(answer, prefill)
+        return await call.answer(decode.url, body | handed)
     if not _is_one_prompt(body):
         # Each of its prompts and answers would need a room of its own.
         return await call.answer(decode, body)
@@ -267,18 +332,16 @@ class Call(NamedTuple):
     path: str
     headers: dict[str, str]
 
-    async def post(self, url: str, body: dict[str, Any], path: str = "") -> Any:
+    async def post(self, url: str, body: dict[str, Any], path: str = "") -> dict[str, Any]:
         """Return an engine's answer."""
         answer = await self.client.post(url.rstrip("/") + (path or self.path), json=body, headers=self.headers)
-        if answer.status_code != OK:
-            raise EngineError(answer.status_code, answer.content)
-        return answer.json()
+        return _of_engine(answer, url)
 
     async def answer(self, url: str, body: dict[str, Any], computed: asyncio.Task[Any] | None = None) -> Response:
         """Return decode's answer for the client, with the count of `computed`, prefill's answer, of cached tokens."""
         request = self.client.build_request("POST", url.rstrip("/") + self.path, json=body, headers=self.headers)
         sent = await self.client.send(request, stream=True)
-        return await _answered(sent, computed, is_stream=bool(body.get("stream")))
+        return await _answered(sent, url, computed, is_stream=bool(body.get("stream")))
 
 
 def _for_sglang(answer: Any, prefill: str) -> dict[str, Any]:
@@ -309,7 +372,9 @@ async def _from_sglang(
     """Let SGLang compute the prompt while vLLM waits for it."""
     tokens, host, room = prompt.get("prompt"), urlsplit(prefill.url).hostname, _new_room()
     if isinstance(tokens, str):
-        tokens = (await call.post(decode, {"model": prompt.get("model"), "prompt": tokens}, "/tokenize"))["tokens"]
+        found = await call.post(decode, {"model": prompt.get("model"), "prompt": tokens}, "/tokenize")
+        with _reading(decode):
+            tokens = found["tokens"]
     if not _is_ids(tokens):
         raise EngineError(BAD_REQUEST, "between engines of two kinds the prompt is one text, or its token ids")
     place = {"bootstrap_host": host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
@@ -329,10 +394,8 @@ async def _from_sglang(
             asked.cancel()
             await computed
             raise EngineError(BAD_GATEWAY, "prefill answered before decode had the prompt")
-        told = asked.result()
-        if told.status_code != OK:
-            raise EngineError(told.status_code, told.content)
-        return await call.answer(decode, body | {"prompt": tokens, "kv_transfer_params": told.json()})
+        told = _of_engine(asked.result(), prefill.url)
+        return await call.answer(decode, body | {"prompt": tokens, "kv_transfer_params": told})
     except BaseException:
         # SGLang then frees the prompt's pages.
         computed.cancel()
@@ -355,14 +418,20 @@ def _new_room() -> int:
     return secrets.randbelow(2**63 - 1) + 1
 
 
-async def _answered(sent: httpx.Response, computed: asyncio.Task[Any] | None, *, is_stream: bool) -> Response:
-    if sent.status_code != OK or not is_stream:
-        content = await sent.aread()
-        if sent.status_code != OK or _has_failed(found := json.loads(content)):
-            raise EngineError(sent.status_code if sent.status_code != OK else BAD_GATEWAY, content)
+async def _answered(
+    sent: httpx.Response, engine: str, computed: asyncio.Task[Any] | None, *, is_stream: bool
+) -> Response:
+    if sent.status_code == OK and is_stream:
+        return await _streamed(sent, engine, computed)
+    content = await sent.aread()
+    if sent.status_code != OK:
+        raise EngineError(sent.status_code, content)
+    with _reading(engine):
+        found = json.loads(content)
+        if _has_failed(found):
+            raise EngineError(BAD_GATEWAY, content)
         counted = _with_prefills_count(found, computed)
         return Response(content if counted is None else json.dumps(counted), media_type="application/json")
-    return await _streamed(sent, computed)
 
 
 def _with_prefills_count(answer: Any, computed: asyncio.Task[Any] | None) -> Any:
@@ -383,18 +452,22 @@ class Stream(StreamingResponse):
     sent: httpx.Response
 
 
-async def _streamed(sent: httpx.Response, computed: asyncio.Task[Any] | None = None) -> Stream:
+async def _streamed(sent: httpx.Response, engine: str, computed: asyncio.Task[Any] | None = None) -> Stream:
     """Return a stream after its first token, if that is no error, so that an early failure keeps its own status."""
     lines, held = sent.aiter_lines(), list[str]()
-    async for line in lines:
-        held.append(line)
-        if not _tells_nothing(line):
-            break
-    last = held[-1] if held else ""
-    if _tells_nothing(last) or _event_failed(last):
+    try:
+        with _reading(engine):
+            async for line in lines:
+                held.append(line)
+                if not _tells_nothing(line):
+                    break
+            last = held[-1] if held else ""
+            if _tells_nothing(last) or _event_failed(last):
+                said = "" if _tells_nothing(last) else last.removeprefix("data:").strip()
+                raise EngineError(BAD_GATEWAY, said or f"{_name(engine)} ended without an answer")
+    except BaseException:
         await sent.aclose()
-        said = "" if _tells_nothing(last) else last.removeprefix("data:").strip()
-        raise EngineError(BAD_GATEWAY, said or "decode ended without an answer")
+        raise
 
     async def events() -> AsyncIterator[str]:
         try:
@@ -402,10 +475,12 @@ async def _streamed(sent: httpx.Response, computed: asyncio.Task[Any] | None = N
                 yield line + "\n"
             async for line in lines:
                 counted = None
-                if '"prompt_tokens_details"' in line and line.startswith("data: {"):
-                    counted = _with_prefills_count(json.loads(line.removeprefix("data: ")), computed)
+                with _reading(engine):
+                    has_failed = _event_failed(line)
+                    if '"prompt_tokens_details"' in line and line.startswith("data: {"):
+                        counted = _with_prefills_count(json.loads(line.removeprefix("data: ")), computed)
                 yield (line if counted is None else f"data: {json.dumps(counted)}") + "\n"
-                if _event_failed(line):
+                if has_failed:
                     raise EngineError(BAD_GATEWAY, line)
         finally:
             await sent.aclose()
@@ -416,10 +491,10 @@ async def _streamed(sent: httpx.Response, computed: asyncio.Task[Any] | None = N
 
 
 def _tells_nothing(line: str) -> bool:
-    """Whether a line of a stream is empty, or an event that only names the role of a chat's answer."""
+    """Whether a line of a stream has no data, or only names the role of a chat's answer."""
     text = line.removeprefix("data:").strip()
-    if not text.startswith("{"):
-        return not text
+    if not line.startswith("data:") or not text.startswith("{"):
+        return not line.startswith("data:") or not text
     found = json.loads(text)
     deltas = [each.get("delta", {}) for each in found.get("choices", ()) if not each.get("finish_reason")]
     return bool(deltas) and len(deltas) == len(found["choices"]) and all(_is_role(delta) for delta in deltas)
@@ -455,7 +530,7 @@ def _in_openais_form(content: bytes) -> bytes:
     """Return an engine's error. SGLang puts the fields of an error where OpenAI's API has them below `error`."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except MISFITS:
         return content
     is_sglangs = isinstance(found, dict) and found.get("object") == "error" and "error" not in found
     return json.dumps({"error": found}).encode() if is_sglangs else content

@@ -99,6 +99,33 @@ def test_what_cannot_be_read_is_status_2(
     assert (status, expected in fault) == (2, True), fault
 
 
+HOSTILE = "a\x1b]0;owned\x07\x9b2J\u202e\n2 analyzed: 0 errors"
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        BASE | {"metadata": {"name": HOSTILE}},
+        BASE | {"metadata": {"name": "a", "namespace": HOSTILE}},
+        BASE | {HOSTILE: 1},
+        BASE | {"kind": HOSTILE},
+        BASE | {"kind": f"Disagg{HOSTILE[1:8]}Deployment"},
+        BASE | {"apiVersion": HOSTILE},
+        changed(prefill__nodeSelector={HOSTILE: HOSTILE}),
+        changed(prefill__pageOrder=HOSTILE),
+    ],
+)
+def test_no_text_of_a_manifest_controls_the_terminal_or_starts_a_line(
+    body: Body, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file_of(tmp_path, body)
+    for words in (["-f", path], ["-f", EXAMPLE, "--running", path]):
+        _, text, fault = analyze(capsys, *words, "-o", output)
+        assert (text + fault).replace("\n", "").isprintable()
+        assert not any(line.startswith("2 analyzed") for line in (text + fault).splitlines())
+
+
 def test_a_missing_file_and_two_standard_inputs_are_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert analyze(capsys, "-f", "/no/such/file")[0] == 2
     status, _, fault = analyze(capsys, "-f", "-", "--running", "-")

@@ -57,6 +57,27 @@ def test_a_name_that_yaml_reads_as_no_text_is_refused_by_its_field(name: object)
     assert found.startswith(f"metadata.name: {name} is given: write a text, in quotes")
 
 
+@pytest.mark.parametrize("metadata", [{"name": None}, {"labels": {}}, {}, None])
+def test_a_name_that_is_null_or_missing_is_told_as_missing(metadata: object) -> None:
+    (found,) = errors(changed() | {"metadata": metadata})
+    assert re.match(r"metadata(\.name)?: it is missing, and required: add it", found)
+    (found,) = errors({name: value for name, value in changed().items() if name != "metadata"})
+    assert found.startswith("metadata: it is missing")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "path"),
+    [
+        ({"name": "a\ud800"}, "metadata.name"),
+        ({"name": "a", "annotations": {"b": "\udfff"}}, "metadata.annotations.b"),
+        ({"name": "a", "labels": {"\udc00": "b"}}, r"metadata.labels.'\udc00'"),
+    ],
+)
+def test_half_a_character_is_refused_by_its_field(metadata: object, path: str) -> None:
+    (found,) = errors(changed() | {"metadata": metadata})
+    assert found.startswith(f"{path}: it has half a character")
+
+
 def test_a_label_that_yaml_reads_as_no_text_is_refused_by_its_field() -> None:
     (found,) = errors(changed() | {"metadata": {"name": "llama", "labels": {"zone": 7}, "generation": 3}})
     assert found.startswith("metadata.labels.zone: 7 is given")

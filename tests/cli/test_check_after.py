@@ -387,8 +387,12 @@ def test_the_table_has_sections_marks_and_ways_out() -> None:
 
 
 def test_no_text_of_a_peer_controls_the_terminal_or_starts_a_line() -> None:
-    shown = table([Line("one", "pods", State.ERROR, "it said\n\x1b[2Jdone")], "utf-8")
-    assert "\n× it said  [2Jdone\n" in shown  # noqa: RUF001 - the mark
+    said = "it said\n\x1b[2Jdone"
+    lines = [Line(said, "pods", State.ERROR, said, said, said)]
+    shown = table(lines, "utf-8").splitlines()
+    assert shown[2:5] == [f"{mark} it said  [2Jdone" for mark in ("×", "  way out:", "  see")]  # noqa: RUF001
+    assert all(line.isprintable() for line in shown)
+    assert as_json([Line("\x9b\u202e", *lines[0][1:])]).replace("\n", "").isprintable()
 
 
 def test_json_has_the_fields_of_a_line() -> None:

@@ -170,6 +170,12 @@ def test_a_server_that_is_no_api_server_is_named(tmp_path: Path, capsys: pytest.
     assert len(said.splitlines()) == 1, said
 
 
+def test_no_text_of_an_error_controls_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--pre", "-f", "no\x1b[2J\u202e"]) == 2
+    error = capsys.readouterr().err
+    assert "no [2J" in error and error.replace("\n", "").isprintable()
+
+
 def test_a_kubeconfig_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kubeconfig").write_bytes(b"caf\xe9")
     assert main(["status", "--kubeconfig", str(tmp_path / "kubeconfig")]) == 1

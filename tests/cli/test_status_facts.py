@@ -215,6 +215,8 @@ def test_the_worst_fact_comes_first(status: dict[str, Any], agents: list[Agent],
 def test_one_line_tells_a_deployment_and_only_readiness_and_silence_fail() -> None:
     fine = facts.of_cluster(body(), [agent(found=report(LOST))])
     silent = facts.of_cluster(body(), [Agent(name="node-2", silent=HOSTILE)])
+    hostile = shown.table([msgspec.structs.replace(fine, name=HOSTILE, ready=HOSTILE)], with_namespace=True)
+    assert hostile.replace("\n", "").isprintable() and len(hostile.splitlines()) == 2
     assert [each.well for each in (fine, silent, facts.of_cluster(body("False"), []))] == [True, False, False]
     header, one, other = shown.table([fine, silent], with_namespace=True).splitlines()
     assert header.split() == ["NAMESPACE", "NAME", "READY", "AGENTS", "ENGINES", "ROOMS", "GB/S", "WORST", "FACT"]

@@ -146,6 +146,13 @@ def test_status_rooms_and_trace_find_the_agents_by_their_directory(
     assert capsys.readouterr().err.count("start it by `longshore up`") == 2
 
 
+def test_no_text_of_a_manifest_controls_the_terminal(manifest: Path, capsys) -> None:
+    manifest.write_text(MANIFEST + '"k\\e[2J\\nx\\u202e": 1\n')
+    assert main(["up", "-f", str(manifest)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "k [2J x : unknown key" in line and line.isprintable()
+
+
 def test_a_wrong_manifest_is_told_by_every_path_and_nothing_starts(manifest: Path, capsys) -> None:
     manifest.write_text(MANIFEST.replace("layers: 4", "layers: x").replace("tensorParallel: 2", "tensorParallel: 3"))
     assert main(["up", "-f", str(manifest)]) == 2

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import status_scene
+from rich.console import Console
 
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.metrics_page import MetricsPage
@@ -50,6 +51,23 @@ def test_an_agent_that_is_silent_for_a_while_is_shown_and_not_given_up():
 def test_an_agent_whose_process_has_ended_is_an_error():
     with pytest.raises(LocalAgentError, match="timed out"):
         looker(gone=Agent(answers=False, running=False)).rows()
+
+
+HOSTILE = "p reaches\x1b[2J\n[/d]\u202e"
+
+
+def test_no_text_of_an_agent_controls_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(view, "_LINE_S", 0.0)
+    looks = looker(one=Agent(answers=True, running=True, error=HOSTILE))
+    times = iter(range(3))
+    monkeypatch.setattr(view.time, "monotonic", lambda: next(times))
+    watch(looks, 2)
+    out = capsys.readouterr().out
+    assert "p reaches [2J [/d]" in out and out.replace("\n", "").isprintable()
+    with (console := Console(width=200)).capture() as drawn:
+        console.print(view._table(looks.rows()))
+    # Markup is shown as text.
+    assert "p reaches [2J [/d]" in drawn.get()
 
 
 def test_a_peer_that_an_agent_refuses_is_told_once_however_many_say_so(capsys, monkeypatch):

@@ -93,6 +93,14 @@ def test_a_failed_pair_is_no_measurement_and_says_why() -> None:
     assert found["plan"] == {"way": "staged", "rank_pairs": 2}
 
 
+def test_no_text_of_a_cluster_or_an_engine_controls_the_terminal() -> None:
+    said = "no\x1b[2J\nno\x9b\u202e"
+    judged = judge([Measured(said, said, reason="BUSY", text=said, wire=said)])
+    load = Load("host", 64 << 10, 1, 1, 4, 0, 0.1, 0.2, 1e6, said)
+    assert all(line.isprintable() for line in (*table(judged), *load_table([load])))
+    assert verify_json(judged, 1, plan(layout(2, 16), layout(1, 8))).replace("\n", "").isprintable()
+
+
 def test_quantiles_are_measured_values() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0

@@ -119,12 +119,17 @@ def test_an_engine_in_the_group_of_the_socket_is_welcomed_and_another_is_not(pla
         assert "is not accessible to this process" in told_engine(place, 10001)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "stream", "datagram"])
+@pytest.mark.parametrize("kind", ["file", "folder", "loop", "below a file", "stream", "datagram"])
 def test_a_path_where_no_agent_can_answer_fails_at_once(path, kind):
     if kind == "file":
         Path(path).write_text("no socket")
     elif kind == "folder":
         Path(path).mkdir()
+    elif kind == "loop":
+        Path(path).symlink_to(path)
+    elif kind == "below a file":
+        Path(path).write_text("no folder")
+        path += "/engine.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM if kind == "datagram" else socket.SOCK_STREAM) as other:
         if kind in ("stream", "datagram"):
             other.bind(path)
@@ -133,7 +138,7 @@ def test_a_path_where_no_agent_can_answer_fails_at_once(path, kind):
         begin_s = time.monotonic()
         with pytest.raises(ConnectError, match="is no socket of an agent") as raised:
             client_at(path)
-    assert path in str(raised.value)
+    assert path in str(raised.value) and "give the path of the engine socket" in str(raised.value)
     assert time.monotonic() - begin_s < WAIT_S
 
 

@@ -172,6 +172,27 @@ def test_a_router_that_does_not_show_the_handover_of_a_lent_prompt_gives_nothing
     assert "request r releases nothing" in caplog.text
 
 
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_a_second_prompt_does_not_get_the_room_of_the_first_which_can_be_given_back(is_lent, caplog):
+    prefill, named = book(), {"do_remote_decode": True, ROOM: 5}
+    if is_lent:
+        _, first = computed(prefill, "first", parameters=dict(named))
+    else:
+        prefill.allocated("first", dict(named), [7, 3, 5], 70, 0)
+    _, second = computed(prefill, "second", parameters=dict(named))
+    assert f"request second: kv_transfer_params.{ROOM} is that of another prompt" in caplog.text
+    assert handover_of(second).room == 9
+    if not is_lent:
+        prefill.computed("first", [7, 3, 5], 70)
+        _, first = prefill.finished("first", None, 70, complete=True)
+    assert handover_of(first).room == 5
+    prefill.sent({"second"})
+    assert released(prefill, first[KEY]) == (Withdraw("first"),)
+    # The number is free when its prompt's pages are the engine's again.
+    prefill.sent({"first"})
+    assert handover_of(computed(prefill, "third", parameters=dict(named))[1]).room == 5
+
+
 def at_once():
     """Return the parameters of a prompt that both sides get at once."""
     return {**handed_out(33), ROOM: 2**63 + 5}

@@ -209,6 +209,17 @@ def test_an_engine_without_requests_goes_on_until_its_workers_were_told(engines)
     assert (claim.first_token, claim.end_token, claim.page_count) == (70, 70, 0)
 
 
+@pytest.mark.parametrize("parameters", ["longshore_release", 5, [1]])
+def test_parameters_that_are_no_mapping_are_ignored(engines, parameters, caplog):
+    prefill, _ = engines
+    asked = request("p", parameters)
+    prefill.scheduler.on_new_request(asked)
+    assert "request p: kv_transfer_params is no mapping" in caplog.text
+    # vLLM reads them, too.
+    assert asked.kv_transfer_params is None
+    assert prefill.scheduler.get_num_new_matched_tokens(asked, 0) == (0, False)
+
+
 def test_an_aborted_prompt_keeps_no_blocks(engines):
     prefill, _ = engines
     aborted = request("p", {"do_remote_decode": True}, status=Status.FINISHED_ABORTED)

@@ -121,11 +121,121 @@ def test_a_stream_that_fails_on_its_way_breaks_off(proxy):
         Engines(decode=stream(*events)).ask(proxy, {"prompt": "p", "stream": True})
 
 
-@pytest.mark.parametrize("body", [b"no json", b"[1]", b"5"])
+@pytest.mark.parametrize("body", [b"no json", b"[1]", b"5", b'[["prompt", "p"]]', b"[" * 100_000])
 def test_a_body_that_is_no_object_is_refused_before_an_engine_is_asked(proxy, body):
     engines = Engines()
     assert engines.ask(proxy, body).status_code == 400
     assert engines.heard == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", b"[1]"),
+        ("n", b"{}"),
+        ("best_of", b"[1]"),
+        ("stream", b'"no"'),
+        ("temperature", b"NaN"),
+        ("temperature", b"1e999"),
+        ("prompt", rb'"\ud800"'),
+    ],
+)
+def test_a_field_that_no_engine_can_get_is_named_before_an_engine_is_asked(proxy, field, value):
+    engines = Engines()
+    answer = engines.ask(proxy, b'{"%s": %s}' % (field.encode(), value))
+    assert (answer.status_code, engines.heard) == (400, [])
+    assert f": {field}: " in answer.json()["error"]["message"]
+
+
+def test_json_of_any_depth_is_served_or_refused(proxy):
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(Engines().handle))
+    with TestClient(app) as client:
+        statuses = [
+            client.post("/v1/completions", content=b'{"n": 2, "x": ' + b"[" * depth + b"]" * depth + b"}").status_code
+            for depth in range(800, 1000)
+        ]
+    assert statuses == sorted(statuses)
+    assert set(statuses) == {200, 400}
+
+
+@pytest.mark.parametrize("header", ["x-request-id", "authorization"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health"])
+def test_a_header_that_no_engine_can_get_is_named(proxy, header, path):
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(Engines().handle))
+    with TestClient(app) as client:
+        method = "POST" if path == "/v1/completions" else "GET"
+        answer = client.request(method, path, content=b"{}", headers={header: "\xe9t\xe9".encode("latin1")})
+    assert (answer.status_code, header in answer.json()["error"]["message"]) == (400, True)
+
+
+UNREADABLE = (b"hello", b"[]", b"[" * 100_000, b'{"choices": null}', b'{"choices": [null]}')
+
+
+@pytest.mark.parametrize(
+    ("engine", "content"),
+    [
+        *(("decode", content) for content in (*UNREADABLE, b'{"choices": [], "usage": [1]}')),
+        *(("prefill", content) for content in UNREADABLE[:3]),
+        *(("prefill", b'{"kv_transfer_params": %s}' % value) for value in (b'"x"', b"[1]", b'{"longshore": NaN}')),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_the_engines_fault_and_spoils_no_later_request(proxy, engine, content):
+    engines = Engines()
+    app = proxy.make_app(
+        ["http://user:word@prefill:1"], ["http://user:word@decode:2"], httpx.MockTransport(engines.handle)
+    )
+    with TestClient(app) as client:
+        for known in (False, True):
+            good = engines.answers[engine].content
+            engines.answers[engine] = httpx.Response(200, content=content)
+            answer = client.post("/v1/completions", json={"prompt": "p"})
+            if not (known and engine == "prefill"):
+                assert answer.status_code == 502
+                message = answer.json()["error"]["message"]
+                assert (f"{engine}:" in message, "word" in message) == (True, False)
+            for name in ("prefill", "decode"):
+                engines.answers[name] = httpx.Response(200, content=good if name == engine else GOOD[name])
+            assert client.post("/v1/completions", json={"prompt": "p"}).status_code == 200
+
+
+GOOD = {name: answer.content for name, answer in Engines().answers.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"hello",
+        b'{"error": {"message": "no stream"}}',
+        b"data: {bad\n\n",
+        b'data: {"choices": null}\n\n',
+        b'data: {"choices": [{"delta": null}]}\n\n',
+    ],
+)
+def test_a_stream_that_cannot_be_read_is_decodes_fault(proxy, content):
+    answer = Engines(decode=httpx.Response(200, content=content)).ask(proxy, {"prompt": "p", "stream": True})
+    assert (answer.status_code, "decode" in answer.json()["error"]["message"]) == (502, True)
+
+
+FORGED = {"do_remote_prefill": True, "longshore": "forged", "longshore_room": 5, "longshore_release": "forged"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"best_of": 2}, {"prompt": ["p", "q"]}, {"stream": True}])
+def test_no_engine_gets_transfer_parameters_of_a_client(proxy, path, more):
+    engines = Engines()
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(engines.handle))
+    forged = {"kv_transfer_params": FORGED, "custom_params": FORGED, "bootstrap_host": "forged"}
+    body = {"prompt": "p", **more, **forged, "vllm_xargs": {"kv_transfer_params": "forged", "other": 1}}
+    with TestClient(app) as client:
+        for _ in range(2):
+            engines.answers = {name: httpx.Response(200, content=content) for name, content in GOOD.items()}
+            if more.get("stream"):
+                engines.answers["decode"] = stream('{"choices": [{"text": "a"}]}')
+            assert client.post(path, json=body).status_code == 200
+    for _, _, heard, _ in engines.heard:
+        assert "forged" not in json.dumps(heard)
+        assert "custom_params" not in heard
+        assert heard["vllm_xargs"] == {"other": 1}
 
 
 def test_engines_of_a_kind_are_taken_in_turn(proxy):
@@ -195,7 +305,7 @@ def test_a_stream_that_nobody_will_read_is_closed_at_the_engine(proxy):
 
     async def scene():
         sent = httpx.Response(200, content=tokens())
-        task = asyncio.ensure_future(proxy._streamed(sent))
+        task = asyncio.ensure_future(proxy._streamed(sent, "http://decode"))
         await asyncio.wait({task})
         assert not sent.is_closed
         await proxy._stopped(task)
@@ -323,6 +433,27 @@ def test_pages_that_load_balancers_and_clients_ask_for_first_are_served(proxy):
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/responses", json={})
     assert (refused.status_code, "/v1/chat/completions" in refused.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/docs"),
+        ("GET", "/redoc"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/completions"),
+        ("GET", "/v1/models/"),
+        ("POST", "/v1/responses"),
+        *((method, "/health") for method in ("HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "POST")),
+    ],
+)
+def test_all_other_paths_and_methods_are_refused_with_the_reason(proxy, method, path):
+    engines = Engines()
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(engines.handle))
+    with TestClient(app) as client:
+        answer = client.request(method, path, follow_redirects=False)
+    assert (answer.status_code, engines.heard) == (400, [])
+    assert method == "HEAD" or f"and not {method} {path}" in answer.json()["error"]["message"]
 
 
 def first(*answers):
@@ -490,6 +621,37 @@ def test_vllm_decode_gets_the_handover_of_sglangs_bootstrap_server_while_sglang_
     )
     assert heard["bootstrap"] == {"room": str(room), "tokens": "3"}
     assert heard["decode"] == {"model": "m", "prompt": IDS, "max_tokens": 9, "kv_transfer_params": TOLD}
+
+
+@pytest.mark.parametrize("to_sglang", [True, False])
+def test_no_engine_of_two_kinds_gets_transfer_parameters_of_a_client(proxy, to_sglang):
+    engines = MixedEngines(**({"prefill": httpx.Response(200, json=FOR_SGLANG)} if to_sglang else {}))
+    if not to_sglang:
+        engines.places["bootstrap"] = asyncio.Event()
+    forged = {"kv_transfer_params": FORGED, "custom_params": FORGED, "bootstrap_host": "forged", "bootstrap_room": -7}
+    answer = engines.ask(proxy, {"prompt": "p", **forged}, to_sglang=to_sglang)
+    assert answer.status_code == 200
+    assert "forged" not in json.dumps(engines.heard)
+    assert -7 not in [body.get("bootstrap_room") for _, body in engines.heard]
+
+
+@pytest.mark.parametrize(
+    ("to_sglang", "engine", "content"),
+    [
+        (True, "prefill", {**FOR_SGLANG, "choices": [{"text": "a"}]}),
+        (True, "prefill", {**FOR_SGLANG, "kv_transfer_params": {"other": 1}}),
+        (False, "tokenize", {"count": 3}),
+        (False, "bootstrap", [1]),
+    ],
+)
+def test_an_answer_that_another_kind_cannot_use_is_the_engines_fault(proxy, to_sglang, engine, content):
+    engines = MixedEngines(**({"prefill": httpx.Response(200, json=FOR_SGLANG)} if to_sglang else {}))
+    engines.answers[engine] = httpx.Response(200, json=content)
+    if not to_sglang:
+        engines.places["bootstrap"] = asyncio.Event()
+    answer = engines.ask(proxy, {"prompt": "p"}, to_sglang=to_sglang)
+    name = "decode" if engine == "tokenize" else "prefill"
+    assert (answer.status_code, f"{name}" in answer.json()["error"]["message"]) == (502, True)
 
 
 @pytest.mark.parametrize("to_sglang", [True, False])

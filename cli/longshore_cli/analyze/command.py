@@ -14,6 +14,7 @@ from longshore_cli.analyze.report import as_json, table
 from longshore_cli.analyze.sizes import CPU, GPU
 from longshore_cli.arguments import whole
 from longshore_cli.documents import FILE_BYTES_MAX, Document, Found, read
+from longshore_cli.words import plain
 from longshore_spec import names
 from longshore_wire import crossover
 from longshore_wire.errors import ConfigError
@@ -146,7 +147,7 @@ def _status(analyses: Sequence[Analysis], *, is_strict: bool) -> int:
 
 def _complain(faults: Sequence[str]) -> int:
     for fault in faults:
-        sys.stderr.write(f"longshore analyze: {fault}\n")
+        sys.stderr.write(f"longshore analyze: {plain(fault)}\n")
     return _EXIT_UNREADABLE
 
 

@@ -37,11 +37,15 @@ KEYWORDS = frozenset({
 })
 # fmt: on
 _SHOWN_CHARACTERS_MAX = 60
+# Half of a pair of UTF-16, which escapes such as "\\ud800" make, and which no UTF-8 can hold.
+_HALF = re.compile("[\ud800-\udfff]")
+_IS_HALF = "it has half a character, such as \\ud800, which is no Unicode: write the character itself"
 _TEXT: Schema = {"type": "string"}
 _TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
 # The API server itself checks an object's metadata, and a CRD says nothing about it.
 _METADATA: Schema = {
     "type": "object",
+    "required": ["name"],
     "properties": {"name": _TEXT, "namespace": _TEXT, "labels": _TEXTS, "annotations": _TEXTS},
     "x-kubernetes-preserve-unknown-fields": True,
 }
@@ -63,7 +67,10 @@ def schema() -> Schema:
     text = resources.files("longshore_cli.analyze").joinpath(FILE).read_text(encoding="utf-8")
     found: Schema = parse(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     properties = {name: entry for name, entry in found["properties"].items() if name != "status"}
-    return found | {"properties": properties | {"metadata": _METADATA}}
+    return found | {
+        "properties": properties | {"metadata": _METADATA},
+        "required": ["metadata", *found.get("required", ())],
+    }
 
 
 def completed(document: Mapping[str, Any]) -> Body:
@@ -165,6 +172,9 @@ def _type_fault(value: Any, place: Schema) -> str | None:
 
 
 def _mapping_faults(value: Body, place: Schema, path: str) -> Iterator[Finding]:
+    for key in value:
+        if _HALF.search(str(key)):
+            yield _refused(_join(path, ascii(key)), _IS_HALF)
     for name in place.get("required", ()):
         if name not in value:
             yield _refused(_join(path, name), "it is missing, and required: add it")
@@ -187,6 +197,8 @@ def _list_faults(value: list[Any], place: Schema, path: str) -> Iterator[Finding
 
 
 def _scalar_fault(value: Any, place: Schema) -> str | None:
+    if isinstance(value, str) and _HALF.search(value):
+        return _IS_HALF
     allowed = place.get("enum")
     if allowed is not None and value not in allowed:
         return f"{_shown(value)} is not possible: use one of {', '.join(map(str, allowed))}"

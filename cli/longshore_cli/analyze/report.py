@@ -12,7 +12,7 @@ from longshore_cli.analyze.changes import Effect
 from longshore_cli.analyze.findings import Severity
 from longshore_cli.analyze.inspect_manifests import Analysis, counts
 from longshore_cli.analyze.sizes import PairSizes, RingSizes, RoleMemory, Sizes
-from longshore_cli.words import binary, count
+from longshore_cli.words import binary, count, plain
 from longshore_spec import names
 
 # Rows of a table. JSON has all pairs.
@@ -34,7 +34,7 @@ def table(analyses: Sequence[Analysis], notes: Sequence[str]) -> str:
     lines.append(
         f"{len(analyses)} analyzed: {count(found[Severity.ERROR], 'error')}, {count(found[Severity.WARNING], 'warning')}"
     )
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))
 
 
 def _deployment(analysis: Analysis) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -102,13 +103,13 @@ def table(lines: Sequence[Line], encoding: str) -> str:
     indent = " " * (len(marks[State.OK]) + 1)
     parts = []
     for section in dict.fromkeys(line.section for line in lines):
-        parts += [section, "-" * len(section)]
+        parts += [plain(section), "-" * len(section)]
         for line in lines:
             if line.section != section:
                 continue
             parts.append(f"{marks[line.state]} {plain(line.message)}")
-            parts += [f"{indent}way out: {line.way_out}"] if line.way_out else []
-            parts += [f"{indent}see {line.link}"] if line.link else []
+            parts += [f"{indent}way out: {plain(line.way_out)}"] if line.way_out else []
+            parts += [f"{indent}see {plain(line.link)}"] if line.link else []
         parts.append("")
     errors, warnings = (sum(line.state is state for line in lines) for state in (State.ERROR, State.WARNING))
     return "\n".join([*parts, f"{count(errors, 'error')}, {count(warnings, 'warning')}"])
@@ -117,4 +118,4 @@ def table(lines: Sequence[Line], encoding: str) -> str:
 def as_json(lines: Sequence[Line]) -> str:
     """Return the lines as a list of objects with the fields of `Line`."""
     found = [{**line._asdict(), "state": line.state.value} for line in lines]
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return json.dumps(msgspec.to_builtins(found), indent=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,5 +115,4 @@ def _is_tree(arguments: argparse.Namespace) -> bool:
 
 
 def _json(found: Sequence[Deployment], *, indent: int) -> str:
-    data = msgspec.json.encode({"deployments": found})
-    return (msgspec.json.format(data, indent=indent) if indent else data).decode()
+    return json.dumps({"deployments": msgspec.to_builtins(found)}, indent=indent or None)

@@ -42,13 +42,14 @@ def table(found: Sequence[Deployment], *, with_namespace: bool) -> str:
             _of(each.engines_registered, each.engines_expected),
             str(each.rooms_open),
             _number(each.gb_per_s),
-            plain(each.worst) or "-",
+            each.worst or "-",
         ]
         for each in found
     ]
     shown = [row if with_namespace else row[1:] for row in [header, *rows]]
     last = len(shown[0]) - 1
-    return "\n".join(aligned(shown, frozenset({0, last - 5, last} | ({1} if with_namespace else set()))))
+    left = frozenset({0, last - 5, last} | ({1} if with_namespace else set()))
+    return "\n".join(map(plain, aligned(shown, left)))
 
 
 def tree(found: Deployment, *, every: bool) -> Tree:

@@ -14,6 +14,7 @@ from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, inter
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.up.fleet import Fleet, Member, members_of, scaled
 from longshore_cli.up.view import Looker, shown, watch
+from longshore_cli.words import plain, plain_lines
 from longshore_spec import manifest
 from longshore_wire.errors import ConfigError
 
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _directory(arguments.directory, config.deployment.name) as name:
                 return _serve(Fleet(config, members, Path(name)), members, arguments.seconds)
         except LocalAgentError as error:
-            sys.stderr.write(f"longshore up: {error}\n")
+            sys.stderr.write(f"longshore up: {plain_lines(str(error))}\n")
             return 1
         except InterruptedBySignal:
             print("all agents have ended")
@@ -98,7 +99,7 @@ class _directory:  # noqa: N801 - reads as the context manager that it is
 
 def _complain(faults: list[str]) -> int:
     for fault in faults:
-        sys.stderr.write(f"longshore up: {fault}\n")
+        sys.stderr.write(f"longshore up: {plain(fault)}\n")
     return _EXIT_BAD_MANIFEST
 
 

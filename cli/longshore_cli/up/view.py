@@ -12,6 +12,7 @@ from longshore_cli.agent_report import Report, report_of, with_rates
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.status import live
 from longshore_cli.up.fleet import Fleet, Member
+from longshore_cli.words import plain
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.status import ATTACHED
 from longshore_wire.errors import LongshoreError
@@ -84,7 +85,7 @@ class Looker:
             found.rooms_done,
             found.rooms_failed,
             sum(worker.sent_gb_per_s or 0.0 for worker in workers),
-            tuple(sorted({pair.error for pair in pairs} - {""})),
+            tuple(sorted({plain(pair.error) for pair in pairs} - {""})),
         )
 
 
@@ -160,11 +161,13 @@ def _told(cells: list[str]) -> str:
 
 def _table(rows: list[Row]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     made = Table()
     for index, name in enumerate(HEADER):
         made.add_column(name, justify="left" if index < 2 else "right")  # noqa: PLR2004
     for row in rows:
         made.add_row(*row.cells())
-    made.caption = "\n".join(refusals(rows)) or None
+    # Markup is shown as text.
+    made.caption = Text("\n".join(refusals(rows))) or None
     return made

@@ -21,6 +21,7 @@ from longshore_cli.verify import report
 from longshore_cli.verify.pairs import UNKNOWN, Measured, Pair, choose, is_bad, judge, quantile, rounds
 from longshore_cli.verify.places import TOGETHER_MAX, Engine, Place, Programs, VerifyError, kept_alive, opened
 from longshore_cli.verify.report import Load
+from longshore_cli.words import plain
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.quantity import QuantityError, parse_quantity
 from longshore_spec.verify_messages import (
@@ -275,7 +276,9 @@ def _with_wires(measured: list[Measured], places: Sequence[Place], engines: Mapp
     told: dict[Pair, tuple[str, str]] = {}
     found = agents.answers(list(pages.values()), lambda page: report_of(page.name, page.status()))
     if failures := [each for each in found if isinstance(each, LongshoreError)]:
-        sys.stderr.write(f"longshore verify: {len(failures)} agents do not tell ways and wires: {failures[0]}\n")
+        sys.stderr.write(
+            f"longshore verify: {len(failures)} agents do not tell ways and wires: {plain(str(failures[0]))}\n"
+        )
     instances = {
         engine.started.prefill.instance: name for name, engine in engines.items() if engine.started.prefill is not None
     }

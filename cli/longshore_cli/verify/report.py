@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -9,7 +10,7 @@ import msgspec
 
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
-from longshore_cli.words import binary
+from longshore_cli.words import binary, plain
 from longshore_spec.agent_config import AgentConfig
 from longshore_wire.plan import Plan
 from longshore_wire.ways import Staging, Way
@@ -70,7 +71,7 @@ def table(judged: Sequence[Judged]) -> list[str]:
                 f"{pair.prefill} -> {pair.decode}: slow: {_speed(pair.bytes_per_second)} GB/s is less than {SLOW_PART:.0%} of the "
                 f"{_speed(each.expected)} GB/s of other pairs over {pair.wire}: compare the NICs, cables and load of both nodes"
             )
-    return lines
+    return [plain(line) for line in lines]
 
 
 def summary(judged: Sequence[Judged], pair_count: int) -> str:
@@ -98,7 +99,7 @@ def load_table(loads: Sequence[Load]) -> list[str]:
         counts = [str(count) for count in (load.concurrency, load.pairs, load.rooms, load.failed)]
         rows.append([load.memory, binary(load.room_bytes), *counts, *times, _speed(load.bytes_per_second)])
     failures = [f"{binary(load.room_bytes)} x {load.concurrency}: {load.text}" for load in loads if load.text]
-    return [*aligned(rows, frozenset({0})), *failures]
+    return [*aligned(rows, frozenset({0})), *map(plain, failures)]
 
 
 def load_json(loads: Sequence[Load]) -> str:
@@ -107,7 +108,7 @@ def load_json(loads: Sequence[Load]) -> str:
 
 
 def _json(found: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return json.dumps(msgspec.to_builtins(found), indent=2)
 
 
 def _speed(bytes_per_second: float) -> str:
