@@ -34,6 +34,8 @@ class Served:
 
     def part(self, status: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return what the CRD has of a status, and the paths of the rest."""
+        if not self.status:
+            return dict(status), ()
         lost: list[str] = []
         return _part(status, self.status, "status", lost), tuple(lost)
 

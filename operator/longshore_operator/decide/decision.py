@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,18 +92,20 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
     verdicts, status = _judge(observed, judged, children, held)
     status |= {name: observed.status[name] for name in ("keys", "operator") if observed.status.get(name)}
     # `reconcile` claims it before this, if the CRD has the field.
-    _, unserved = observed.served.part({"operator": {}} | status)
+    status, unserved = observed.served.part({"operator": {}} | status)
+    if not status.get("operator"):
+        status.pop("operator", None)
     matches = _definition(judged.unread, unserved)
     verdicts.append(matches)
-    status["conditions"].append(_condition(observed, matches))
-    status, _ = observed.served.part(status)
+    shown, _ = observed.served.part({"conditions": [_condition(observed, matches)]})
+    status["conditions"] += shown["conditions"]
     changed = {name: status[name] for name in status} != {name: observed.status.get(name) for name in status}
     gone = any(name not in status for name in observed.status)
     return Decision(
         apply=apply,
         delete=delete,
         status=status if changed or gone else None,
-        transitions=_transitions(observed, verdicts, {entry["type"] for entry in status["conditions"]}),
+        transitions=_transitions(observed, verdicts, status["conditions"]),
         waits=any(entry.reason in _WAITING for entry in verdicts),
     )
 
@@ -307,7 +309,7 @@ def _before(observed: Observed, condition: ConditionType) -> Body | None:
     return next((entry for entry in listed if entry["type"] == condition.value), None)
 
 
-def _transitions(observed: Observed, verdicts: list[Verdict], shown: Collection[str]) -> tuple[Transition, ...]:
+def _transitions(observed: Observed, verdicts: list[Verdict], shown: Sequence[Body]) -> tuple[Transition, ...]:
     """Return the conditions whose status or reason changed. A new condition counts unless it is Unknown."""
     found = []
     for entry in verdicts:
@@ -318,5 +320,6 @@ def _transitions(observed: Observed, verdicts: list[Verdict], shown: Collection[
             changed = (before["status"], before["reason"]) != (entry.truth.value, entry.reason)
         if changed:
             before_status = None if before is None else before["status"]
-            found.append(Transition(before_status, entry, entry.condition.value in shown))
+            is_shown = any(each["type"] == entry.condition.value for each in shown)
+            found.append(Transition(before_status, entry, is_shown))
     return tuple(found)

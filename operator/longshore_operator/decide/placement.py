@@ -73,6 +73,8 @@ def place(
 
 
 def _kept_out(pod: Body, node: Node, *, runs: bool) -> Taint | None:
+    if not node.taints:
+        return None
     return keeping_out(node.taints, pod.get("tolerations") or [], host_network=bool(pod.get("hostNetwork")), runs=runs)
 
 
