@@ -313,7 +313,7 @@ def _unprobed_since(status: Body) -> str:
     )
     if not unready or not all(starts) or any(state.get("restartCount") for state in states):
         return ""
-    return max(starts, default="") if unready <= min(starts, default="") else ""
+    return max(starts, default="") if unready < min(starts, default="") else ""
 
 
 def _trouble(status: Body) -> str:
