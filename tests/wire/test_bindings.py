@@ -223,6 +223,17 @@ def test_a_thief_who_cancels_before_the_offer_ends_nobodys_room(call: str, owner
     assert scene.reasons() == DONE | {"thief": Reason.CANCELLED}
 
 
+def test_what_prefills_own_engine_ends_before_its_offer_is_over_for_everybody() -> None:
+    scene = Scene.of()
+    scene.claim("thief", WRONG)
+    scene.source.cancel(KEY, Reason.CANCELLED, "prefill gave it up", scene.now_ns)
+    scene.settle()
+    scene.claim("owner", RIGHT)
+    assert scene.reasons()["owner"] is Reason.CANCELLED
+    with pytest.raises(RoomError, match="prefill gave it up"):
+        scene.offer()
+
+
 def test_the_owner_who_cancels_before_his_claim_arrives_ends_his_room() -> None:
     scene = Scene.of()
     scene.offer()

@@ -52,6 +52,11 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     engine: int = 0  # the life of the engine that the worker serves; 0: not known
 
 
+# Of an endpoint, above those that agents give.
+_AGENT_CHARACTERS_MAX = 64
+_SEAL_BYTES_MAX = 64
+
+
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Addresses of all ranks of one engine instance. Engines pass it on by their own channel.
 
@@ -79,8 +84,9 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
         if len(self.agent) > _AGENT_CHARACTERS_MAX:
             raise _malformed(f"agent has {len(self.agent)} characters: give the endpoint as prefill's agent gave it")
         if len(self.seals) > LISTENERS_MAX or any(len(seal) > _SEAL_BYTES_MAX for seal in self.seals):
+            longest = max(map(len, self.seals))
             raise _malformed(
-                f"there are {len(self.seals)} seals of up to {max(map(len, self.seals))} bytes: give the endpoint as prefill's agent gave it"
+                f"there are {len(self.seals)} seals of up to {longest} bytes: give the endpoint as prefill's agent gave it"
             )
         rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
         for each in self.ranks:
@@ -96,11 +102,6 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
                 )
             ranks.add(each.rank)
             addresses.add(place)
-
-
-# Above those that agents give.
-_AGENT_CHARACTERS_MAX = 64
-_SEAL_BYTES_MAX = 64
 
 
 def _malformed(text: str) -> LongshoreError:

@@ -159,21 +159,12 @@ class Link:
         if growth_ns >= self.absence_ns or now_ns - self.absence_reported_ns >= lease_ns:
             self.absence_ns, self.absence_reported_ns = growth_ns, now_ns
 
-    def address_of_writer(self, since_ns: int) -> str:
-        """Return the address of an earlier life that may still write and has listened since then: the source may be there.
+    def listening(self, since_ns: int) -> list[Writer]:
+        """Return the earlier lives that may still write and whose addresses have listened since then: the source may be there.
 
         The listener is that life, a later one or another worker. The last two prove that the writer has ended.
         """
-        return next((writer.address for writer in self.writers.values() if writer.listens_ns >= since_ns), "")
-
-    def writer_elsewhere(self, now_ns: int, config: SessionConfig) -> Writer | None:
-        """Return a life that may still write, at an address that listens, is not the dialled one and was not visited lately."""
-        for writer in self.writers.values():
-            is_due = now_ns - writer.visited_ns >= config.lease_ns
-            listens = now_ns - writer.listens_ns <= 2 * config.heartbeat_ns
-            if is_due and listens and main_address(writer.address) != main_address(self.address):
-                return writer
-        return None
+        return [writer for writer in self.writers.values() if writer.listens_ns >= since_ns]
 
     def silence_limit_ns(self, timeout_ns: int, heartbeat_ns: int, now_ns: int) -> int:
         """Return how long this peer may be silent before it counts as lost.
@@ -389,7 +380,8 @@ class Links:
         if link.state is PeerState.LOST and now_ns - link.dialled_ns >= config.peer_timeout_ns:
             # The connection may have died without an error on our side.
             link.dialled_ns = now_ns
-            link.address = link.address_of_writer(now_ns - 2 * config.heartbeat_ns) or link.address
+            if listening := link.listening(now_ns - 2 * config.heartbeat_ns):
+                link.address = listening[0].address
             self.emit(Dial(link.peer, link.address))
         if link.state is PeerState.ATTACHED:
             self.asked_count += 1

@@ -326,8 +326,8 @@ class SourceSession:
             room = self.rooms.get(key)
             if room is None:
                 continue
-            self._fail(room, Reason.PEER_LOST, text, now_ns)
             pair = room.pairs.get(peer)
+            self._fail(room, Reason.PEER_LOST, text, now_ns, None if pair is None else pair.binding.capability)
             if pair is not None:
                 pair.step(SourcePairEvent.LOSE)
             self._settle(room)
@@ -600,7 +600,7 @@ class SourceSession:
             return
         # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
-        self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
+        self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns, pair.binding.capability)
         self._settle(room)
 
     def _on_end_ack(self, peer: PeerId, ack: EndAck) -> None:
@@ -687,7 +687,7 @@ class SourceSession:
         room = self.rooms.get(key)
         if room is not None and room.claimer in (None, peer.replica):
             if room.first_token < 0 or abort.binding.capability == room.binding.capability:
-                self._fail(room, reason, abort.text, now_ns)
+                self._fail(room, reason, abort.text, now_ns, abort.binding.capability)
         elif reason is Reason.AUTHENTICATION:
             # An earlier life of this worker refused that claim. The room is another request's.
             return
@@ -818,16 +818,19 @@ class SourceSession:
         self._remember(room.key, Reason.NONE, "", now_ns)
         self._drop(room)
 
-    def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail a room and abort it at its targets."""
+    def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:
+        """Fail a room and abort it at its targets.
+
+        Args:
+            shown: the capability of the target that ends it; None: this side does.
+        """
         if room.failed:
             return
         assert reason is not Reason.NONE, "a failed room needs a reason"
         room.step(SourceRoomEvent.FAIL)
         room.reason, room.text = reason, text
         self._effect(room.ended())
-        claimed = next(iter(room.pairs.values()), None) if room.first_token < 0 else None
-        self._remember(room.key, reason, text, now_ns, None if claimed is None else claimed.binding.capability)
+        self._remember(room.key, reason, text, now_ns, shown if room.first_token < 0 else None)
         for peer, pair in room.pairs.items():
             pair.abort()
             if pair.state is SourcePairState.OPEN:

@@ -675,14 +675,17 @@ class TargetSession:
     def _try_rival(self, link: Link, now_ns: int) -> None:
         """Dial the next address that a room names, since nobody has answered at this one. All share one limit of silence."""
         rivals = self._rivals_of(link)
+        if not rivals:
+            link.rival_since_ns = None
+            return
+        # Rooms of this address come last, so that each address has its turn.
         for room, pair in self._rooms_of(link):
             if self._is_here(link, pair):
                 del link.rooms[room.key]
                 link.rooms[room.key] = None
-        if rivals:
-            heard_ns = link.heard_ns
-            self._dial_at(link, rivals[0][1].address, now_ns)
-            link.heard_ns = heard_ns
+        heard_ns = link.heard_ns
+        self._dial_at(link, rivals[0][1].address, now_ns)
+        link.heard_ns = heard_ns
 
     def _visit_writer(self, link: Link, now_ns: int) -> None:
         """Dial an earlier life's address for one heartbeat while the source, attached elsewhere, has no room to move.
@@ -698,10 +701,14 @@ class TargetSession:
             return
         if home:
             self._move(link, home, now_ns)
-        elif link.state is PeerState.ATTACHED and (writer := link.writer_elsewhere(now_ns, self.config)) is not None:
-            writer.visited_ns, home = now_ns, link.address
-            self._move(link, writer.address, now_ns)
-            link.home = home
+        elif link.state is PeerState.ATTACHED:
+            for writer in link.listening(now_ns - 2 * self.config.heartbeat_ns):
+                is_due = now_ns - writer.visited_ns >= self.config.lease_ns
+                if is_due and main_address(writer.address) != main_address(link.address):
+                    writer.visited_ns, home = now_ns, link.address
+                    self._move(link, writer.address, now_ns)
+                    link.home = home
+                    return
 
     def _move(self, link: Link, address: str, now_ns: int) -> None:
         """Dial another address of a source that has no room to move at the present one."""
