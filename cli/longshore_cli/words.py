@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
+
 _BINARY_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -21,6 +25,11 @@ def count(number: int, noun: str) -> str:
 def plain(text: str) -> str:
     """Return a text in one line, without characters that a terminal obeys."""
     return text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)
+
+
+def as_json(found: object, indent: int = 2) -> str:
+    """Return structs and other values as JSON in ASCII, which a terminal shows as it is; an indent of 0 gives one line."""
+    return json.dumps(msgspec.to_builtins(found), indent=indent or None)
 
 
 def plain_lines(text: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
+from longshore_cli import words
 from longshore_cli.aligned import aligned
 from longshore_cli.analyze.changes import Effect
 from longshore_cli.analyze.findings import Severity
@@ -22,8 +20,7 @@ _LEFT = frozenset({0, 1})
 
 def as_json(analyses: Sequence[Analysis], notes: Sequence[str], unreadable: Sequence[str]) -> str:
     """Return all analyses as one JSON document."""
-    found = msgspec.to_builtins({"deployments": analyses, "notes": notes, "unreadable": unreadable})
-    return json.dumps(found, indent=2)
+    return words.as_json({"deployments": analyses, "notes": notes, "unreadable": unreadable})
 
 
 def table(analyses: Sequence[Analysis], notes: Sequence[str]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import msgspec
-
+from longshore_cli import words
 from longshore_cli.words import count, plain
 
 # Names in one message. A cluster may have 1,000 nodes.
@@ -118,4 +116,4 @@ def table(lines: Sequence[Line], encoding: str) -> str:
 def as_json(lines: Sequence[Line]) -> str:
     """Return the lines as a list of objects with the fields of `Line`."""
     found = [{**line._asdict(), "state": line.state.value} for line in lines]
-    return json.dumps(msgspec.to_builtins(found), indent=2)
+    return words.as_json(found)

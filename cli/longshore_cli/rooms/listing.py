@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from longshore_cli import words
 from longshore_cli.aligned import aligned
 
 _HEADER = ["room", "instance", "half", "state", "age s", "bytes", "reason", "agent", "worker"]
@@ -22,7 +21,7 @@ def table(pages: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> str:
 def as_json(pages: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> str:
     """Return the entries of `/v1/rooms`, each with its agent's address."""
     found = [{"agent": url, **entry} for url, entries in pages for entry in entries]
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return words.as_json(found)
 
 
 def _row(url: str, entry: Mapping[str, Any]) -> list[str]:

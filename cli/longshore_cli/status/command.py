@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from longshore_cli import agents
 from longshore_cli.arguments import seconds
@@ -18,6 +15,7 @@ from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 from longshore_cli.status import live, shown
 from longshore_cli.status.facts import Deployment
 from longshore_cli.status.reading import Reader
+from longshore_cli.words import as_json
 from longshore_spec import distribution
 from longshore_wire.errors import LongshoreError, Reason
 
@@ -115,4 +113,4 @@ def _is_tree(arguments: argparse.Namespace) -> bool:
 
 
 def _json(found: Sequence[Deployment], *, indent: int) -> str:
-    return json.dumps({"deployments": msgspec.to_builtins(found)}, indent=indent or None)
+    return as_json({"deployments": found}, indent)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import msgspec
-
 from longshore_cli.aligned import aligned
 from longshore_cli.verify.pairs import EXPECTED_PAIRS_MIN, SLOW_PART, UNKNOWN, Judged
-from longshore_cli.words import binary, plain
+from longshore_cli.words import as_json, binary, plain
 from longshore_spec.agent_config import AgentConfig
 from longshore_wire.plan import Plan
 from longshore_wire.ways import Staging, Way
@@ -88,7 +85,7 @@ def verify_json(judged: Sequence[Judged], pair_count: int, plan: Plan) -> str:
     """Return all results as JSON."""
     pairs = [asdict(each.pair) | {"expected": each.expected, "verdict": each.verdict.lower()} for each in judged]
     planned = {"way": plan.way.label, "rank_pairs": len(plan.pairs)}
-    return _json({"pairs": pairs, "pair_count": pair_count, "plan": planned})
+    return as_json({"pairs": pairs, "pair_count": pair_count, "plan": planned})
 
 
 def load_table(loads: Sequence[Load]) -> list[str]:
@@ -104,11 +101,7 @@ def load_table(loads: Sequence[Load]) -> list[str]:
 
 def load_json(loads: Sequence[Load]) -> str:
     """Return all results as JSON."""
-    return _json([asdict(load) for load in loads])
-
-
-def _json(found: object) -> str:
-    return json.dumps(msgspec.to_builtins(found), indent=2)
+    return as_json([asdict(load) for load in loads])
 
 
 def _speed(bytes_per_second: float) -> str:
