@@ -236,10 +236,6 @@ class LocalAgent:
             return answer.status, answer.body
 
 
-# As the agents name it. Its module would load ZeroMQ.
-KEYS_FILE = "curve.json"
-
-
 def make_keys(directory: Path) -> None:
     """Write the CURVE keys of a new deployment into `directory`, which is created if missing.
 

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
-from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, answers_fault, digest_of, room_fault, room_of
+from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, answers_fault, digest_of, room_fault, room_number
 from longshore_engines.sglang_versions import ReceiverBase
 from longshore_wire.bindings import Binding
 from longshore_wire.names import room_name
@@ -81,7 +81,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
     abort_notified: bool
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        super().__init__(mgr, bootstrap_addr, room_of(bootstrap_room))
+        super().__init__(mgr, bootstrap_addr, room_number(bootstrap_room))
         self._room_fault = room_fault(bootstrap_room)
         self.half: OpenHalf | None = None
         self.failure = ""

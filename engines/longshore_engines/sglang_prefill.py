@@ -29,7 +29,7 @@ SIBLINGS_S = 1.0
 _ROOM_MAX = 2**63 - 1
 
 
-def room_of(bootstrap_room: object) -> int:
+def room_number(bootstrap_room: object) -> int:
     """Return the number under which SGLang may keep a request: 0 in place of a list or text, which would end the engine."""
     return bootstrap_room if isinstance(bootstrap_room, int) and not isinstance(bootstrap_room, bool) else 0
 
@@ -40,7 +40,7 @@ def room_fault(bootstrap_room: object) -> str:
     Its metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit. A number
     that the tensor cannot hold ends the engine.
     """
-    if 0 < room_of(bootstrap_room) <= _ROOM_MAX:
+    if 0 < room_number(bootstrap_room) <= _ROOM_MAX:
         return ""
     meaning = ", which SGLang also uses for 'not yet'" if bootstrap_room == 0 else ""
     return f"bootstrap_room is {str(bootstrap_room)[:60]}{meaning}: let the router draw numbers from 1 to 2**63 - 1"
@@ -94,7 +94,7 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
         req_has_disagg_prefill_dp_rank: bool = False,
         **_unused: Any,
     ) -> None:
-        number = room_of(bootstrap_room)
+        number = room_number(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
         self.half: OpenHalf | None = None
         self.failure = room_fault(bootstrap_room)

@@ -18,7 +18,14 @@ from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 
 from longshore_operator import kinds, names
-from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError, UnavailableError
+from longshore_operator.errors import (
+    ApiError,
+    ConflictError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+    UndeclaredFieldError,
+)
 from longshore_operator.kinds import Kind
 from longshore_wire.errors import ConfigError
 
@@ -181,6 +188,9 @@ def _read(what: str, status: int, data: bytes) -> Body:
     text = str(found.get("message") or data[:200].decode(errors="replace"))
     causes = (found.get("details") or {}).get("causes") or []
     cause = next((c["reason"] for c in causes if c.get("reason") in _TELLING_CAUSES), found.get("reason") or "")
-    is_ours = _NOT_OF_THE_SCHEMA in text
-    default = UnavailableError if (status == _TOO_MANY or status >= _SERVER_FAULT) and not is_ours else RefusedError
+    default: type[ApiError] = RefusedError
+    if _NOT_OF_THE_SCHEMA in text:
+        default = UndeclaredFieldError
+    elif status == _TOO_MANY or status >= _SERVER_FAULT:
+        default = UnavailableError
     raise _STATUS_CLASSES.get(status, default)(f"{what}: {status}: {text}", status, cause)

@@ -14,7 +14,7 @@ from typing import Any
 from longshore_operator import keys, kinds, names, timestamps
 from longshore_operator.api import Api
 from longshore_operator.decide.decision import NewKeys, Transition
-from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
+from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError, UndeclaredFieldError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal, Warned, newest_warnings
 from longshore_operator.render.children import keys_secret
@@ -234,8 +234,8 @@ class Applier:
         writing = self._api.apply(kinds.DEPLOYMENT, body, force=True, subresource="status")
         try:
             self._world.take_status(observed.key, await self._writing(observed.key, writing))
-        except RefusedError as error:
-            # The CRD lacks a field, and its schema could not be read.
+        except UndeclaredFieldError as error:
+            # The schema could not be read, or has changed since.
             row = reason(ConditionType.DEFINITION_MATCHES, "FieldsUnknown")
             await self._say(observed, "Warning", row.name, f"{error}. {row.remedy}", row.condition.value, again=False)
             raise

@@ -40,6 +40,10 @@ class RefusedError(ApiError):
     error_class = "refused"
 
 
+class UndeclaredFieldError(RefusedError):
+    """The body has a field that the served schema of its kind lacks."""
+
+
 class UnavailableError(ApiError):
     """No response, too many requests or a server error: a retry may succeed."""
 

@@ -210,9 +210,10 @@ class Reconciler:
                 await self._applier.tell_left(observed, text)
             return False
         self._world.left.discard(observed.key)
-        status, _ = observed.served.part({**observed.status, "operator": self._claim.status()})
-        if found != self._claim and "operator" in status:
-            await self._applier.write_status(observed, status)
+        if found != self._claim:
+            status, _ = observed.served.part({**observed.status, "operator": self._claim.status()})
+            if "operator" in status:
+                await self._applier.write_status(observed, status)
         return True
 
     async def _apply(self, observed: Observed, decision: Decision) -> None:

@@ -1,7 +1,7 @@
 """What the served CRD has, so that an operator of another release leaves out what it lacks. Pure.
 
-`watches` reads the schema that the API server publishes, `decide` and `apply` use it. A server-side apply of a field that the
-CRD lacks is refused as a whole.
+`watches` reads the schema that the API server publishes; `decide` and `reconcile` use it. The API server refuses the whole
+of a server-side apply that has a field that the CRD lacks.
 """
 
 from __future__ import annotations

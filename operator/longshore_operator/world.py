@@ -254,6 +254,7 @@ def read_pod(body: Body) -> AgentPod | None:
     if deployment is None:
         return None
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
+    trouble = "" if ready else _trouble(status)
     return AgentPod(
         key=Key(metadata["namespace"], deployment),
         uid=metadata["uid"],
@@ -266,9 +267,9 @@ def read_pod(body: Body) -> AgentPod | None:
         roles=metadata["labels"].get(names.ROLES_LABEL, names.BOTH),
         keys=(metadata.get("annotations") or {}).get(names.KEYS_ANNOTATION, ""),
         template=(metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION, ""),
-        trouble="" if ready else _trouble(status),
-        starting=not ready and not _trouble(status) and _is_starting(status),
-        unprobed_since="" if ready or _trouble(status) else _unprobed_since(status),
+        trouble=trouble,
+        starting=not ready and not trouble and _is_starting(status),
+        unprobed_since="" if ready or trouble else _unprobed_since(status),
         ending=bool(metadata.get("deletionTimestamp")),
         created=str(metadata.get("creationTimestamp") or ""),
     )

@@ -318,8 +318,9 @@ def dump(config: AgentConfig) -> str:
 def digests(config: AgentConfig) -> dict[str, str]:
     """Return a digest by role (prefill, decode) of what an agent with engines of this role reads at start.
 
-    A field at its default is left out, so that releases with more fields agree. A field that only planning and the status read is left out, and so is the order of wires. The other role's staging
-    only moves the default of `LONGSHORE_SLAB_BYTES_MIN`, which peers need not share.
+    A field at its default is left out, so that releases with more fields agree. A field that only planning and the
+    status read is left out, and so is the order of wires. The other role's staging only moves the default of
+    `LONGSHORE_SLAB_BYTES_MIN`, which peers need not share.
     """
     wires = tuple(sorted(config.transfer.wires, key=lambda wire: wire.value))
     transfer = msgspec.structs.replace(config.transfer, chunk_tokens=Transfer().chunk_tokens, wires=wires)

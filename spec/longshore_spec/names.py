@@ -40,6 +40,9 @@ AGENT_CONFIG_KIND = "AgentConfig"
 # Mount paths of the agent's config file and of the control protocol's keys.
 CONFIG_PATH = "/etc/longshore/agent.json"
 KEYS_DIRECTORY = "/etc/longshore/keys"
+# The keys of this revision and, during a rotation, of the previous one, in that directory.
+KEYS_FILE = "curve.json"
+PREVIOUS_KEYS_FILE = "previous.json"
 
 # Warning events of a kubelet about the DNS settings of a pod, which starts and becomes ready nevertheless.
 HARMLESS_WARNINGS = frozenset({"MissingClusterDNS", "DNSConfigForming"})

@@ -149,7 +149,7 @@ def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S |
 def known_part(kind: Any, raw: Any, path: str, unknown: list[str]) -> Any:
     """Return `raw` without the keys of which `kind` has no field; add their paths to `unknown`."""
     if isinstance(raw, list):
-        (item,) = [part for part in get_args(kind) if part is not Ellipsis][:1] or (None,)
+        item = next((part for part in get_args(kind) if part is not Ellipsis), None)
         return [known_part(item, entry, f"{path}[{at}]", unknown) for at, entry in enumerate(raw)]
     struct = next((part for part in (kind, *get_args(kind)) if _is_struct(part)), None)
     if not isinstance(raw, dict) or struct is None:

@@ -10,6 +10,7 @@ from refused_start import refused_start
 
 from longshore_agent.control import curve
 from longshore_agent.main import main
+from longshore_spec import names
 
 MANIFEST = Path(__file__).parents[2] / "examples" / "llama-70b.yaml"
 
@@ -61,7 +62,7 @@ def mounted(tmp_path: Path) -> Path:
     data = tmp_path / "mounted" / "..2026"
     data.mkdir(parents=True)
     curve.write(curve.generate(), data)
-    (data / curve.KEYS_FILE).rename(data / curve.PREVIOUS_FILE)
+    (data / names.KEYS_FILE).rename(data / names.PREVIOUS_KEYS_FILE)
     curve.write(curve.generate(), data)
     (data / "token").write_text("s3cret")
     (data.parent / "..data").symlink_to("..2026")
@@ -74,8 +75,8 @@ def mounted(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ("KEYS_DIRECTORY", curve.KEYS_FILE),
-        ("KEYS_DIRECTORY", curve.PREVIOUS_FILE),
+        ("KEYS_DIRECTORY", names.KEYS_FILE),
+        ("KEYS_DIRECTORY", names.PREVIOUS_KEYS_FILE),
         ("HTTP_TOKEN_FILE", "token"),
     ],
 )

@@ -20,6 +20,7 @@ from longshore_agent.control import curve
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import TransportError
 from longshore_client import Half, RoomEventKind
+from longshore_spec import names
 from longshore_wire.addresses import Listener, join, split
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
@@ -161,7 +162,7 @@ def keys_directory(folder: Path, keys: curve.CurveKeys, previous: curve.CurveKey
     folder.mkdir()
     if previous is not None:
         curve.write(previous, folder)
-        (folder / curve.KEYS_FILE).rename(folder / curve.PREVIOUS_FILE)
+        (folder / names.KEYS_FILE).rename(folder / names.PREVIOUS_KEYS_FILE)
     curve.write(keys, folder)
     return str(folder)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
+import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kubernetes.client import ApiClient, Configuration
 from operator_scene import DECODE, IMAGES, KEY, NOW_S, PREFILL, Scene, engine, finds, instance, peer, said, settled
 from status_scene import worker
 
 from longshore_operator import kinds, names
+from longshore_operator.api import Api
+from longshore_operator.apply import Applier
 from longshore_operator.decide.decision import decide
+from longshore_operator.errors import RefusedError
 from longshore_operator.observe import Refusal
 from longshore_operator.served import Served
 from longshore_operator.world import ChildKey, Key, Poll
@@ -186,6 +194,37 @@ def test_fields_that_an_older_definition_lacks_are_left_out_and_told_by_an_event
     assert "status.conditions[Compatible]" in told.verdict.message
     scene.body["status"] = decision.status
     assert scene.decide().status is None, "at rest nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "events"),
+    [
+        (500, "failed to create typed patch object (team/d): .status.later: field not declared in schema", 1),
+        (403, 'disaggdeployments.longshore.dev "d" is forbidden: a webhook denied it', 0),
+        (422, "status.agents: Invalid value", 0),
+    ],
+)
+def test_only_a_status_with_an_undeclared_field_is_told_as_such(code: int, message: str, events: int) -> None:
+    scene = settled()
+    observed = scene.observe()
+
+    class Pool:
+        def __init__(self) -> None:
+            self.posted: list[dict[str, Any]] = []
+
+        def request(self, method: str, _url: str, *, body: bytes, **_: Any) -> Any:
+            if method == "POST":
+                self.posted.append(json.loads(body))
+                return SimpleNamespace(status=201, data=body)
+            return SimpleNamespace(status=code, data=json.dumps({"message": message}).encode())
+
+    pool = Pool()
+    client = ApiClient(Configuration())
+    client.rest_client.pool_manager = pool
+    applier = Applier(Api(client, 1.0), scene.world, lambda: None)
+    with pytest.raises(RefusedError, match=re.escape(message)):
+        asyncio.run(applier.write_status(observed, {}))
+    assert [each["reason"] for each in pool.posted] == ["FieldsUnknown"] * events
 
 
 def test_a_definition_that_cannot_be_read_has_every_field() -> None:

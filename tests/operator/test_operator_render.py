@@ -12,7 +12,7 @@ import pytest
 import zmq
 from operator_scene import KEY, Scene, settled
 
-from longshore_agent.control.curve import KEYS_FILE, PREVIOUS_FILE, CurveKeys
+from longshore_agent.control.curve import CurveKeys
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_cli.analyze.definition import parse
 from longshore_operator import keys, kinds, names
@@ -21,6 +21,7 @@ from longshore_operator.render.children import keys_secret
 from longshore_operator.settings import Settings
 from longshore_spec.agent_config import load
 from longshore_spec.manifest import Agents, Spec
+from longshore_spec.names import KEYS_FILE, PREVIOUS_KEYS_FILE
 from longshore_wire.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +220,7 @@ def test_agents_get_the_keys_before_beside_theirs() -> None:
     items = [{"key": "curve.json", "path": KEYS_FILE}]
     assert sources(scene) == [{"name": "llama-keys-0123", "items": items}]
     scene.body["status"]["keys"]["previous"] = "llama-keys-4567"
-    items = [{"key": "curve.json", "path": PREVIOUS_FILE}]
+    items = [{"key": "curve.json", "path": PREVIOUS_KEYS_FILE}]
     assert sources(scene)[1] == {"name": "llama-keys-4567", "items": items, "optional": True}
 
 

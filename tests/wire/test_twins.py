@@ -439,16 +439,21 @@ def test_a_source_that_was_lost_elsewhere_is_looked_for_where_a_writer_of_its_na
     assert scene.held < held
 
 
-def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_engine_of_its_name_is_attached() -> None:
-    """A probe finds the later life's listener there, so only its Attach can prove that the writer has ended."""
-    scene, peer = _held_write(), two_writers.FIRST
-    scene.lost.add(peer)
+def _held_write_and_twin() -> tuple[two_writers.Scene, Attach]:
+    """Return a scene whose first writer is silent with a held write, and the Attach of its name's other engine, which moves room 2."""
+    scene = _held_write()
+    scene.lost.add(two_writers.FIRST)
     scene.claim(2, endpoint=TWIN)
     _pass(scene, 8)
-    target = scene.target
-    # The other engine of the name answers at its address and moves room 2; then it has no room.
     twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
-    attach_to(target, peer, twin, scene.now_ns)
+    attach_to(scene.target, two_writers.FIRST, twin, scene.now_ns)
+    return scene, twin
+
+
+def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_engine_of_its_name_is_attached() -> None:
+    """A probe finds the later life's listener there, so only its Attach can prove that the writer has ended."""
+    scene, twin = _held_write_and_twin()
+    target, peer = scene.target, two_writers.FIRST
     scene.now_ns += SECOND_NS
     target.peer_listens(peer, 7, scene.now_ns)
     target.tick(scene.now_ns)
@@ -478,13 +483,8 @@ def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_e
 
 
 def test_a_writer_that_does_not_answer_takes_one_heartbeat_of_another_engine_of_its_name_per_lease() -> None:
-    scene, peer = _held_write(), two_writers.FIRST
-    scene.lost.add(peer)
-    scene.claim(2, endpoint=TWIN)
-    _pass(scene, 8)
-    target = scene.target
-    twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
-    attach_to(target, peer, twin, scene.now_ns)
+    scene, twin = _held_write_and_twin()
+    target, peer = scene.target, two_writers.FIRST
     target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
     _hear_outcomes(scene)
     effects_of(target)

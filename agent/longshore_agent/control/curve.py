@@ -17,11 +17,10 @@ import msgspec
 import zmq
 
 from longshore_agent.files import read_secret
+from longshore_spec.names import KEYS_FILE, PREVIOUS_KEYS_FILE
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
 
-KEYS_FILE = "curve.json"
-PREVIOUS_FILE = "previous.json"
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
 _FINGERPRINT_CHARACTERS = 16
 _SEAL_LABEL, _SEAL_BYTES = b"longshore endpoint", 16
@@ -130,8 +129,8 @@ def read(directory: Path) -> CurveKeys:
 
 def read_ring(directory: Path) -> KeyRing:
     """Return the keys in `directory`, with those of the previous revision if present. Raises the errors of `read`."""
-    has_previous = (directory / PREVIOUS_FILE).exists()
-    return KeyRing(read(directory), _read(directory, PREVIOUS_FILE) if has_previous else None)
+    has_previous = (directory / PREVIOUS_KEYS_FILE).exists()
+    return KeyRing(read(directory), _read(directory, PREVIOUS_KEYS_FILE) if has_previous else None)
 
 
 def _read(directory: Path, name: str) -> CurveKeys:

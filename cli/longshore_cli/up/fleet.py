@@ -13,9 +13,10 @@ from typing import Self, TextIO
 
 import msgspec
 
-from longshore_cli.local_agents import KEYS_FILE, LocalAgent, LocalAgentError, make_keys
+from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
 from longshore_cli.up_directory import CONFIG_FILE
 from longshore_spec.agent_config import AgentConfig, Backend, Control, dump
+from longshore_spec.names import KEYS_FILE
 
 # Sizes are rounded down to whole memory pages, and stay large enough for slabs of a useful size.
 _PAGE_BYTES = 4096

@@ -48,7 +48,8 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
         "spec": _pod(wanted, group, settings),
     }
     # A new image of the operator alone replaces no agent, see `keep`.
-    counted = template | {"spec": template["spec"] | {"initContainers": [_prepare(wanted) | {"image": ""}]}}
+    prepare = [container | {"image": ""} for container in template["spec"]["initContainers"]]
+    counted = template | {"spec": template["spec"] | {"initContainers": prepare}}
     template["metadata"]["annotations"] |= {
         names.TEMPLATE_ANNOTATION: digest(counted),
         names.HELPER_ANNOTATION: wanted.images.operator_image,
