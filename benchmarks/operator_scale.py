@@ -35,6 +35,8 @@ from controlplane.waiting import until
 from deployments import install_definition, manifest
 from operator_process import OperatorProcess
 
+from longshore_spec.names import DEPLOYMENT_LABEL, INJECT_LABEL
+
 NAMESPACE = "scale"
 KIND = ("longshore.dev", "v1alpha1", NAMESPACE, "disaggdeployments")
 POD_NETWORK = "10.128.0.0/10"
@@ -92,6 +94,7 @@ class Bench:
         )
         client = kubernetes.client.ApiClient(configuration)
         self._objects = kubernetes.client.CustomObjectsApi(client)
+        self._core = kubernetes.client.CoreV1Api(client)
         self._names = [f"d{number}" for number in range(chosen.deployments)]
         self._watcher = Watcher(client)
         # The API server's time for each write of a change. An applied change needs three writes in a row.
@@ -110,13 +113,22 @@ class Bench:
         until(self._all_ready, "all deployments Ready", SETTLE_LIMIT_S)
         return time.monotonic() - began_s
 
+    def start_engines(self) -> None:
+        """Create the pods of engines, of both roles of each deployment in turn. Their engines do not register."""
+        for number in range(self._chosen.engine_pods):
+            index, role = number % len(self._names), ("prefill", "decode")[number // len(self._names) % 2]
+            metadata = {"name": f"engine-{number}", "labels": {INJECT_LABEL: f"{self._names[index]}.{role}"}}
+            spec: Any = {"nodeSelector": {"group": str(index)}, "containers": [{"name": "engine", "image": "engine"}]}
+            body: Any = {"metadata": metadata, "spec": spec}
+            self._core.create_namespaced_pod(NAMESPACE, body)
+
     def change(self) -> list[float]:
         """Change one deployment after another at a limited rate; return the seconds until each was applied."""
         sent: dict[str, tuple[str | None, float]] = {}
         for number in range(self._chosen.changes):
             name = self._names[number % len(self._names)]
             before = self._watcher.current.get(f"{name}-agent")
-            patch = {"spec": {"decode": {"staging": {"poolSize": f"{4096 + number}Mi"}}}}
+            patch = {"spec": {"decode": {"staging": {"poolSize": f"{4097 + number}Mi"}}}}
             began_s = time.monotonic()
             self._objects.patch_namespaced_custom_object(*KIND, name, patch)
             self.own_s.append(time.monotonic() - began_s)
@@ -161,7 +173,7 @@ class Bench:
 
     def writes(self) -> float:
         """Return the operator's writes, without those for its Lease."""
-        return sum(self._counts('kind="Lease"', 'verb="GET"', 'verb="LIST"', 'verb="DRYRUN"'))
+        return sum(self._counts('kind="Lease"', 'verb="GET"', 'verb="LIST"', 'verb="DRY'))
 
     def _counts(self, *without: str) -> list[float]:
         lines = [
@@ -198,8 +210,11 @@ def run(chosen: argparse.Namespace, plane: ControlPlane) -> dict[str, Any]:
             bench = Bench(plane, one, chosen)
             figures: dict[str, Any] = {"all_ready_s": bench.fill(responder.port)}
             print(f"all Ready after {figures['all_ready_s']:.1f} s", flush=True)
-            pods = json.loads(plane.kubectl("get", "pods", "-n", NAMESPACE, "-o", "json"))["items"]
+            pods = json.loads(plane.kubectl("get", "pods", "-n", NAMESPACE, "-l", DEPLOYMENT_LABEL, "-o", "json"))[
+                "items"
+            ]
             addresses = sorted(pod["status"]["podIP"] for pod in pods)
+            bench.start_engines()
             responder.silent = set(addresses[:: max(1, round(1 / chosen.silent))])
             before = bench.calls(), bench.writes(), bench.cpu_s()
             times = sorted(bench.change())
@@ -208,6 +223,7 @@ def run(chosen: argparse.Namespace, plane: ControlPlane) -> dict[str, Any]:
             own = sorted(bench.own_s)
             figures |= {"own_p50_s": statistics.median(own), "own_p99_s": own[min(len(own) - 1, int(len(own) * 0.99))]}
             figures |= bench.rest() | {"pods": len(pods), "silent": len(responder.silent)}
+            figures["engine_pods"] = chosen.engine_pods
             spent = bench.calls() - before[0], bench.writes() - before[1], bench.cpu_s() - before[2]
             figures |= {"calls_per_change": spent[0] / len(times), "writes_per_change": spent[1] / len(times)}
             figures |= {"cpu_s_per_change": spent[2] / len(times), "rss_mib": bench.memory_mib("VmRSS")}
@@ -240,7 +256,7 @@ def show(figures: dict[str, Any]) -> None:
         ("all deployments applied at once, all Ready", f"{figures['all_ready_s']:.1f} s", ""),
     )
     print(
-        f"\n{figures['pods']} agents, {figures['silent']} silent, {figures['changes']} changes; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        f"\n{figures['pods']} agents, {figures['silent']} silent, {figures['engine_pods']} pods of engines, {figures['changes']} changes; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     for name, value, target in rows:
         print(f"{name:<45} {value:>24}   {target}")
@@ -251,6 +267,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--deployments", type=int, default=100)
+    parser.add_argument("--engine-pods", type=int, default=1000)
     parser.add_argument("--changes", type=int, default=100)
     parser.add_argument("--rate", type=float, default=2.0, help="changes a second, at most")
     parser.add_argument("--silent", type=float, default=0.01, help="share of agents that never answer")

@@ -11,7 +11,15 @@ import msgspec
 
 from longshore_agent.status.findings import Rules, findings
 from longshore_agent.status.snapshot import AgentSnapshot, WorkerSnapshot
-from longshore_spec.status import EngineStatus, InstanceStatus, LayoutStatus, PeerStatus, SelfTest, WorkerState
+from longshore_spec.status import (
+    EngineStatus,
+    InstanceStatus,
+    LayoutStatus,
+    PeerStatus,
+    RankStatus,
+    SelfTest,
+    WorkerState,
+)
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 Body = dict[str, Any]
@@ -108,9 +116,9 @@ def report(*instances: InstanceStatus, peers: tuple[PeerStatus, ...] = ()) -> Bo
     return body
 
 
-def instance(name: str, role: str, *, complete: bool = True) -> InstanceStatus:
-    """Return one instance of a report; `role` is source or target."""
-    return InstanceStatus(name, (role,), _LAYOUT, (), complete=complete)
+def instance(name: str, role: str, *, complete: bool = True, host: str = "") -> InstanceStatus:
+    """Return one instance of a report with one rank; `role` is source or target."""
+    return InstanceStatus(name, (role,), _LAYOUT, (RankStatus(0, "127.0.0.1:1", "1", host=host),), complete=complete)
 
 
 def peer(name: str, wire: str, state: str = "attached", error: str = "") -> PeerStatus:

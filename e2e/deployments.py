@@ -184,6 +184,11 @@ class Deployments:
         """Return the agents' pods that are not being deleted."""
         return self.ours("pods", name)
 
+    def patch_status(self, pod: str, status: Body) -> None:
+        """Change the status of a pod, as its kubelet does."""
+        arguments = ("patch", "pod", pod, "-n", self.namespace, "--subresource=status", "-p")
+        self.plane.kubectl(*arguments, json.dumps({"status": status}))
+
     def lives(self) -> dict[str, str]:
         """Return the uid of each node's agent. Raises AssertionError if a node has two, or an agent has none yet."""
         pods = self.pods()

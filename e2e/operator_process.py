@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import urllib.error
@@ -16,8 +17,12 @@ from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 
-from longshore_operator.settings import ALLOWABLE
-
+# The value `allow` of an administrator who allows everything.
+EVERYTHING = json.dumps(
+    dict.fromkeys(("image", "hostNetwork", "hostIPC", "noNetworkPolicy"), True)
+    | {name: ["*"] for name in ("annotations", "capabilities", "csiDrivers", "hostPaths", "priorityClasses")}
+    | {name: ["*"] for name in ("seLinuxTypes", "tolerations", "variables")}
+)
 READY_LIMIT_S = 150.0
 _ANSWER_LIMIT_S = 60.0
 
@@ -52,9 +57,11 @@ class OperatorProcess:
             "poll_s": 1,
             "lease_s": 6,
             "lease_renew_s": 2,
-            "allow": ",".join(ALLOWABLE),
             **settings,
         }
+        if tree is None:
+            # JSON of what is allowed. An operator of another release may read it in another form.
+            chosen = {"allow": EVERYTHING} | chosen
         foreign = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
         environment = foreign | {"KUBECONFIG": str(kubeconfig or plane.kubeconfig)}
         if tree is not None:

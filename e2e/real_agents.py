@@ -187,7 +187,7 @@ def move_through(request: Request) -> list[RoomEvent]:
 
 
 def _refused(room: int, half: Half, instance: str, error: RoomError) -> RoomEvent:
-    return RoomEvent(half, instance, room, 0, RoomEventKind.FAILED, error.reason, str(error))
+    return RoomEvent(half, instance, room, RoomEventKind.FAILED, error.reason, str(error))
 
 
 def again(call: Callable[[], None]) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from controlplane import binaries
 from deployments import BASELINE_FOLDER, CHART, VERSION, rendered_chart
+
+from longshore_spec.environment import from_json
+from longshore_spec.permission import Allowed
 
 Body = dict[str, Any]
 Objects = dict[tuple[str, str], Body]
@@ -55,6 +60,47 @@ def tried(objects: Objects) -> Body:
     return found["spec"]["template"]["spec"]["containers"][0]
 
 
+def pods(objects: Objects) -> list[Body]:
+    """Return the pods of the operator and of its test."""
+    found = [body["spec"]["template"]["spec"] for (kind, _), body in objects.items() if kind in {"Deployment", "Job"}]
+    assert len(found) >= 2
+    return found
+
+
+def names_of(objects: Objects) -> set[str]:
+    """Return what the names of objects and references to them begin with, without the release's namespace."""
+    text = json.dumps([body for (kind, _), body in objects.items() if kind != "CustomResourceDefinition"])
+    found = {name.removeprefix("default-") for kind, name in objects if kind != "CustomResourceDefinition"}
+    stems = {re.sub("-(test|edit|view)$", "", name) for name in found}
+    referred = re.findall(r'"(?:serviceAccountName|LONGSHORE_LEASE_NAME)": "([^"]+)"', text)
+    return stems | {re.sub("-test$", "", name) for name in referred}
+
+
+def with_text(objects: Objects, field: str, key: str) -> set[str]:
+    """Return which of all objects and pods have a label or annotation: `ALL` for each one."""
+    metadata = {"objects": [], "pods": []}
+    for (kind, _), body in objects.items():
+        # Any release's; it stays when this one goes.
+        if kind != "CustomResourceDefinition":
+            metadata["objects"].append(body["metadata"])
+        if kind in {"Deployment", "Job"}:
+            metadata["pods"].append(body["spec"]["template"]["metadata"])
+    having = {name: [key in (entry.get(field) or {}) for entry in entries] for name, entries in metadata.items()}
+    assert all(any(each) == all(each) for each in having.values()), having
+    return {name for name, each in having.items() if all(each)}
+
+
+def accounts(objects: Objects) -> set[str]:
+    """Return the account of the operator's pod, and those that its bindings name."""
+    bound = {
+        entry["name"]
+        for (kind, name), body in objects.items()
+        if kind.endswith("Binding") and "test" not in name
+        for entry in body["subjects"]
+    }
+    return bound | {pod(objects)["serviceAccountName"]}
+
+
 def try_out(objects: Objects) -> str:
     return json.dumps(tried(objects))
 
@@ -89,12 +135,109 @@ def verified_in(objects: Objects) -> list[str]:
     return sorted(body["metadata"]["namespace"] for (_, name), body in objects.items() if name == f"{OPERATOR}-verify")
 
 
+def allowed(name: str) -> Callable[[Objects], object]:
+    """Look at what the operator reads of one field of the value `allow`."""
+    return lambda objects: json.loads(str(variable("ALLOW")(objects)))[name]
+
+
+ALLOW: Body = {
+    "image": True,
+    "hostNetwork": True,
+    "hostIPC": True,
+    "noNetworkPolicy": True,
+    "annotations": ["k8s.v1.cni.cncf.io/networks=a,b", "cdi.k8s.io/*"],
+    "capabilities": ["IPC_LOCK", "NICE"],
+    "csiDrivers": ["secrets-store.csi.k8s.io"],
+    "hostPaths": ["/a", "/b"],
+    "priorityClasses": ["system-node-critical"],
+    "seLinuxTypes": ["container_engine_t"],
+    "tolerations": ["dedicated=inference", "*"],
+    "variables": ["UCX_*"],
+}
+ALL = {"objects", "pods"}
+SCRATCH = {"name": "x", "emptyDir": {}}
+SPREAD = {"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
 RULED = {"podMonitor": {"enabled": True}, "monitoring": {"rules": {"enabled": True}}}
 SETTINGS = {"LONGSHORE_POLL_S": "7"}
 TOLERATIONS = [{"operator": "Exists"}]
 # Path of the value -> the values to set (with others that make the effect visible), where to look, and results before and
 # after.
 VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
+    "nameOverride": ({"nameOverride": "kv"}, names_of, {OPERATOR}, {"longshore-kv-operator"}),
+    "fullnameOverride": ({"fullnameOverride": "kv"}, names_of, {OPERATOR}, {"kv"}),
+    "commonLabels": ({"commonLabels": {"team": "a"}}, lambda o: with_text(o, "labels", "team"), set(), ALL),
+    "commonAnnotations": ({"commonAnnotations": {"a": "b"}}, lambda o: with_text(o, "annotations", "a"), set(), ALL),
+    "podLabels": ({"podLabels": {"team": "a"}}, lambda o: with_text(o, "labels", "team"), set(), {"pods"}),
+    "podAnnotations": ({"podAnnotations": {"a": "b"}}, lambda o: with_text(o, "annotations", "a"), set(), {"pods"}),
+    "extraEnv": (
+        {"extraEnv": [{"name": "HTTPS_PROXY", "value": "p"}]},
+        lambda o: {entry["name"]: entry.get("value") for entry in container(o)["env"]}.get("HTTPS_PROXY"),
+        None,
+        "p",
+    ),
+    "volumes": ({"volumes": [SCRATCH]}, lambda o: SCRATCH in pod(o)["volumes"], False, True),
+    "volumeMounts": (
+        {"volumes": [SCRATCH], "volumeMounts": [{"name": "x", "mountPath": "/x"}]},
+        lambda o: {"name": "x", "mountPath": "/x"} in container(o)["volumeMounts"],
+        False,
+        True,
+    ),
+    "securityContext": (
+        {"securityContext": {"runAsUser": 7, "runAsNonRoot": False}},
+        lambda o: [(one["securityContext"]["runAsUser"], one["securityContext"]["runAsNonRoot"]) for one in pods(o)],
+        [(10001, True)] * 2,
+        [(7, False)] * 2,
+    ),
+    "containerSecurityContext": (
+        {"containerSecurityContext": {"readOnlyRootFilesystem": False}},
+        lambda o: [one["securityContext"]["readOnlyRootFilesystem"] for one in (container(o), tried(o))],
+        [True] * 2,
+        [False] * 2,
+    ),
+    "serviceAccount.create": (
+        {"serviceAccount": {"create": False}},
+        lambda o: (("ServiceAccount", OPERATOR) in o, accounts(o)),
+        (True, {OPERATOR}),
+        (False, {"default"}),
+    ),
+    "serviceAccount.name": (
+        {"serviceAccount": {"name": "kv"}},
+        lambda o: (("ServiceAccount", "kv") in o, accounts(o)),
+        (False, {OPERATOR}),
+        (True, {"kv"}),
+    ),
+    "serviceAccount.annotations": (
+        {"serviceAccount": {"annotations": {"a": "b"}}},
+        lambda o: o["ServiceAccount", OPERATOR]["metadata"].get("annotations"),
+        None,
+        {"a": "b"},
+    ),
+    "topologySpreadConstraints": (
+        {"topologySpreadConstraints": [SPREAD], "replicas": 2},
+        lambda o: pod(o).get("topologySpreadConstraints"),
+        None,
+        [SPREAD],
+    ),
+    "openshift.enabled": (
+        {"openshift": {"enabled": True}},
+        lambda o: (there("SecurityContextConstraints")(o), ["runAsUser" in one["securityContext"] for one in pods(o)]),
+        (False, [True, True]),
+        (True, [False, False]),
+    ),
+    "openshift.namespaces": (
+        {"openshift": {"enabled": True, "namespaces": ["team"]}},
+        lambda o: [
+            body["metadata"]["namespace"] for (kind, name), body in o.items() if "agents" in name and "B" in kind
+        ],
+        [],
+        ["team"],
+    ),
+    "image.registry": (
+        {"image": {"registry": "mirror:5000"}},
+        lambda o: (container(o)["image"], variable("OPERATOR_IMAGE")(o)),
+        (f"{OPERATOR}:{VERSION}",) * 2,
+        (f"mirror:5000/{OPERATOR}:{VERSION}",) * 2,
+    ),
     "image.repository": (
         {"image": {"repository": "r/x"}},
         lambda o: container(o)["image"],
@@ -129,6 +272,18 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     ),
     "crds.install": ({"crds": {"install": False}}, there("CustomResourceDefinition"), True, False),
     "agent.image": ({"agent": {"image": "a:9"}}, variable("AGENT_IMAGE"), f"longshore-agent:{VERSION}", "a:9"),
+    "agent.podLabels": (
+        {"agent": {"podLabels": {"team": "a"}}},
+        lambda o: json.loads(str(variable("AGENT_POD_LABELS")(o))),
+        {},
+        {"team": "a"},
+    ),
+    "agent.podAnnotations": (
+        {"agent": {"podAnnotations": {"a/b": "c,d"}}},
+        lambda o: json.loads(str(variable("AGENT_POD_ANNOTATIONS")(o))),
+        {},
+        {"a/b": "c,d"},
+    ),
     "agent.pullPolicy": (
         {"agent": {"pullPolicy": "Never"}},
         variable("AGENT_IMAGE_PULL_POLICY"),
@@ -137,17 +292,58 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     ),
     "agent.pullSecrets": ({"agent": {"pullSecrets": ["a", "b"]}}, variable("AGENT_IMAGE_PULL_SECRETS"), "", "a,b"),
     "agent.runtimeClassName": ({"agent": {"runtimeClassName": "n"}}, variable("AGENT_RUNTIME_CLASS"), "", "n"),
-    "allow.image": ({"allow": {"image": True}}, variable("ALLOW"), "", "image"),
-    "allow.hostNetwork": ({"allow": {"hostNetwork": True}}, variable("ALLOW"), "", "hostNetwork"),
-    "allow.hostIPC": ({"allow": {"hostIPC": True}}, variable("ALLOW"), "", "hostIPC"),
-    "allow.noNetworkPolicy": ({"allow": {"noNetworkPolicy": True}}, variable("ALLOW"), "", "networkPolicy"),
-    "allow.capabilities": (
-        {"allow": {"capabilities": ["IPC_LOCK", "NICE"]}},
-        variable("ALLOW_CAPABILITIES"),
-        "",
-        "IPC_LOCK,NICE",
+    "allow.image": ({"allow": {"image": ALLOW["image"]}}, allowed("image"), False, ALLOW["image"]),
+    "allow.hostNetwork": (
+        {"allow": {"hostNetwork": ALLOW["hostNetwork"]}},
+        allowed("hostNetwork"),
+        False,
+        ALLOW["hostNetwork"],
     ),
-    "allow.hostPaths": ({"allow": {"hostPaths": ["/a", "/b"]}}, variable("ALLOW_HOST_PATHS"), "", "/a,/b"),
+    "allow.hostIPC": ({"allow": {"hostIPC": ALLOW["hostIPC"]}}, allowed("hostIPC"), False, ALLOW["hostIPC"]),
+    "allow.noNetworkPolicy": (
+        {"allow": {"noNetworkPolicy": ALLOW["noNetworkPolicy"]}},
+        allowed("noNetworkPolicy"),
+        False,
+        ALLOW["noNetworkPolicy"],
+    ),
+    "allow.annotations": (
+        {"allow": {"annotations": ALLOW["annotations"]}},
+        allowed("annotations"),
+        [],
+        ALLOW["annotations"],
+    ),
+    "allow.capabilities": (
+        {"allow": {"capabilities": ALLOW["capabilities"]}},
+        allowed("capabilities"),
+        [],
+        ALLOW["capabilities"],
+    ),
+    "allow.csiDrivers": (
+        {"allow": {"csiDrivers": ALLOW["csiDrivers"]}},
+        allowed("csiDrivers"),
+        [],
+        ALLOW["csiDrivers"],
+    ),
+    "allow.hostPaths": ({"allow": {"hostPaths": ALLOW["hostPaths"]}}, allowed("hostPaths"), [], ALLOW["hostPaths"]),
+    "allow.priorityClasses": (
+        {"allow": {"priorityClasses": ALLOW["priorityClasses"]}},
+        allowed("priorityClasses"),
+        [],
+        ALLOW["priorityClasses"],
+    ),
+    "allow.seLinuxTypes": (
+        {"allow": {"seLinuxTypes": ALLOW["seLinuxTypes"]}},
+        allowed("seLinuxTypes"),
+        [],
+        ALLOW["seLinuxTypes"],
+    ),
+    "allow.tolerations": (
+        {"allow": {"tolerations": ALLOW["tolerations"]}},
+        allowed("tolerations"),
+        [],
+        ALLOW["tolerations"],
+    ),
+    "allow.variables": ({"allow": {"variables": ALLOW["variables"]}}, allowed("variables"), [], ALLOW["variables"]),
     "gpu.mps.hostDirectory": (
         {"gpu": {"mps": {"hostDirectory": "/run/m"}}},
         variable("MPS_HOST_DIRECTORY"),
@@ -244,12 +440,19 @@ def changed(values: Body) -> Objects:
 
 @pytest.mark.shows(
     "value.image.{repository,tag,digest,pullPolicy}",
+    "value.image.registry",
+    "value.{nameOverride,fullnameOverride,commonLabels,commonAnnotations,podLabels,podAnnotations}",
+    "value.{extraEnv,volumes,volumeMounts,securityContext,containerSecurityContext,topologySpreadConstraints}",
+    "value.serviceAccount.{create,name,annotations}",
+    "value.openshift.{enabled,namespaces}",
+    "value.agent.{podLabels,podAnnotations}",
     "value.imagePullSecrets",
     "value.mode",
     "value.watchNodes",
     "value.crds.install",
     "value.agent.{image,pullPolicy,pullSecrets,runtimeClassName}",
-    "value.allow.{image,hostNetwork,hostIPC,noNetworkPolicy,capabilities,hostPaths}",
+    "value.allow.{image,hostNetwork,hostIPC,noNetworkPolicy}",
+    "value.allow.{annotations,capabilities,csiDrivers,hostPaths,priorityClasses,seLinuxTypes,tolerations,variables}",
     "value.gpu.mps.{hostDirectory,pipeDirectory}",
     "value.aggregateToEdit",
     "value.inject.enabled",
@@ -284,10 +487,35 @@ def test_a_setting_that_is_unknown_or_set_by_another_value_is_refused(settings: 
     assert next(iter(settings)) in caught.value.stderr
 
 
+def test_the_agents_image_has_a_digest_and_a_registry_as_the_operators() -> None:
+    given = {"registry": "mirror:5000", "digest": DIGEST}
+    assert variable("AGENT_IMAGE")(changed({"agent": {"image": given}})) == f"mirror:5000/longshore-agent@{DIGEST}"
+    tagged = {"repository": "r/x", "tag": "7"}
+    assert variable("AGENT_IMAGE")(changed({"agent": {"image": tagged}})) == "r/x:7"
+    assert variable("AGENT_IMAGE")(changed({"agent": {"image": {}}})) == f"longshore-agent:{VERSION}"
+
+
+def test_a_long_name_is_not_cut() -> None:
+    """A cut name would rename the objects of a release that has a long name, and might be another release's."""
+    assert names_of(changed({"nameOverride": "n" * 40})) == {f"longshore-{'n' * 40}-operator"}
+
+
+def test_no_label_that_is_given_replaces_one_by_which_pods_are_selected() -> None:
+    labels = {"app.kubernetes.io/name": "other", "app.kubernetes.io/instance": "other"}
+    spec = changed({"commonLabels": labels, "podLabels": labels})["Deployment", OPERATOR]["spec"]
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
 def test_a_path_of_mps_in_pods_needs_one_on_nodes() -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
         changed({"gpu": {"mps": {"pipeDirectory": "/m"}}})
     assert "hostDirectory" in caught.value.stderr
+
+
+def test_the_operator_reads_what_the_value_allow_says() -> None:
+    text = str(variable("ALLOW")(changed({"allow": ALLOW})))
+    assert json.loads(msgspec.json.encode(from_json(text, Allowed))) == ALLOW
+    assert from_json(str(variable("ALLOW")(rendered())), Allowed) == Allowed()
 
 
 def test_no_variable_comes_twice() -> None:

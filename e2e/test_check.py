@@ -241,6 +241,23 @@ def test_a_release_is_checked_with_its_definition_lease_and_deployment(
         plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
 
 
+def test_a_quota_is_one_error_that_leads_to_the_daemon_sets(
+    plane: ControlPlane, deployments: Deployments, operator: OperatorProcess
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": {"pods": "2"}}}
+    plane.kubectl("apply", "-n", deployments.namespace, "-f", "-", stdin=to_text(quota))
+    deployments.apply()
+    deployments.wait_reason("AgentsReady", "AgentsNotReady", about="exceeded quota")
+    found = Checked(plane.kubeconfig, "llama", "-n", deployments.namespace)
+    # The process has no Deployment, and the proxy does not go to the agents that run.
+    errors = [line for line in found.lines if line["state"] == "error" and line["check"] not in {"operator", "pages"}]
+    (line,) = errors
+    assert (line["check"], "exceeded quota: q" in line["message"]) == ("pods", True)
+    assert line["way_out"] == (
+        f"kubectl -n {deployments.namespace} describe daemonsets -l longshore.dev/deployment=llama"
+    )
+
+
 def _change_definition(plane: ControlPlane) -> None:
     """Add a short name, as another release might."""
     patch = [{"op": "add", "path": "/spec/names/shortNames/-", "value": "dd"}]

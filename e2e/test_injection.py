@@ -188,7 +188,7 @@ def test_a_config_map_that_is_not_the_operators_changes_and_refuses_no_pod(
     seen = labelled(pod, namespace, f"{later}.prefill")
     until(lambda: "volumes" in created(plane, seen)["spec"], "a later ConfigMap is known")
     assert created(plane, pod)["spec"] == before
-    plane.kubectl("delete", f"configmap/{name}", f"dgdep/{later}", "-n", namespace)
+    plane.kubectl("delete", "--ignore-not-found", f"configmap/{name}", f"dgdep/{later}", "-n", namespace)
 
 
 def test_pods_without_the_label_and_namespaces_that_have_not_opted_in_are_left_alone(

@@ -1,4 +1,4 @@
-"""Runs every query of the dashboard and of the alerts in a real Prometheus that scrapes real agents and a real operator.
+"""Runs every query of the dashboard, of the alerts and of the page on scaling in a real Prometheus that scrapes real agents and a real operator.
 
 The agents' pods are processes (`controlplane.process_node`), which Prometheus finds by the API server.
 """
@@ -6,16 +6,20 @@ The agents' pods are processes (`controlplane.process_node`), which Prometheus f
 from __future__ import annotations
 
 import os
+import re
 import signal
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_world import room_ids
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 from monitored import Scene, scene
 from prometheus_server import panels, plain, rule_expressions
+from real_agents import PAGE_SIZE, finish
+from test_alerts import scaling
 
 # vLLM's own, which e2e/vllm/test_vllm_how_to.py finds on the page of a real vLLM.
 OTHERS = "vllm:"
@@ -63,9 +67,9 @@ def healthy(watched: Scene) -> dict:
     return targets if len(targets) == 3 and {found["health"] for found in targets.values()} == {"up"} else {}
 
 
-@pytest.mark.parametrize("name", [*QUERIES, *rule_expressions()])
+@pytest.mark.parametrize("name", [*QUERIES, *rule_expressions(), *scaling()])
 def test_a_query_names_only_series_that_real_agents_and_the_operator_export(watched: Scene, name: str) -> None:
-    found = watched.prometheus.named_by((QUERIES | rule_expressions())[name])
+    found = watched.prometheus.named_by((QUERIES | rule_expressions() | scaling())[name])
     assert found
     until(lambda: not missing(watched, found), f"{missing(watched, found)} of {name}")
 
@@ -108,6 +112,35 @@ def test_the_panels_show_what_happened(watched: Scene) -> None:
     assert values("wire", written) <= {"TCP", "SharedMemory", "Unknown"}
     leaders = "sum(longshore_operator_leader)"
     until(lambda: [found["value"][1] for found in watched.prometheus.query(leaders)] == ["1"], "one leader")
+
+
+def test_the_queries_of_the_page_on_scaling_count_prompts_that_wait_for_decode_and_for_prefill(watched: Scene) -> None:
+    def value(name: str) -> float:
+        """Return the result of a query of the page, for the scene's deployment of TP 1 to TP 2; 0 without series, as KEDA."""
+        replaced = {"/ 4": "/ 1", "/ 1": "/ 2", "llama-70b": "llama", '"default"': f'"{watched.deployments.namespace}"'}
+        pattern = re.compile("|".join(map(re.escape, replaced)))
+        found = watched.prometheus.query(pattern.sub(lambda match: replaced[match[0]], scaling()[name]))
+        return sum(float(series["value"][1]) for series in found)
+
+    def waiting(decode: float, prefill: float) -> bool:
+        return (value("llama-70b-decode 0"), value("llama-70b-prefill 0")) == (decode, prefill)
+
+    until(lambda: waiting(0, 0), "no prompt waits")
+    offered, claimed, pages = next(room_ids), next(room_ids), [0]
+    endpoint = watched.source.endpoint()
+    watched.source.ask("send", room=offered, pages=pages, total=PAGE_SIZE)
+    until(lambda: waiting(1, 0), "one prompt waits for decode")
+    for rank in watched.target.ranks:
+        rank.client.receive(offered, endpoint, pages, 0, PAGE_SIZE)
+    finish(watched.source, watched.target, offered)
+    for rank in watched.target.ranks:
+        rank.client.receive(claimed, endpoint, pages, 0, PAGE_SIZE)
+    until(lambda: waiting(0, 1), "one prompt waits for prefill")
+    watched.source.ask("send", room=claimed, pages=pages, total=PAGE_SIZE)
+    finish(watched.source, watched.target, claimed)
+    until(lambda: waiting(0, 0), "no prompt waits")
+    for name in ("llama-70b-decode 1", "llama-70b-prefill 1"):
+        until(lambda name=name: value(name) > 0, f"{name} is a rate")
 
 
 def test_prometheus_evaluates_every_rule_without_an_error(watched: Scene) -> None:

@@ -149,13 +149,10 @@ def test_agents_that_are_not_ready_are_named(deployments: Deployments, start: St
     deployments.wait_reason("Ready", "Ready")
     pod = deployments.pods()[0]
     name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
-    patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
-    arguments = ("patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p")
-    deployments.plane.kubectl(*arguments, json.dumps(patch))
+    deployments.patch_status(name, {"conditions": [{"type": "Ready", "status": "False"}]})
     deployments.wait_reason("AgentsReady", "AgentsNotReady", about=node)
     assert deployments.condition("Ready")["status"] == "False"
-    patch["status"]["conditions"][0]["status"] = "True"
-    deployments.plane.kubectl(*arguments, json.dumps(patch))
+    deployments.patch_status(name, {"conditions": [{"type": "Ready", "status": "True"}]})
     deployments.wait_reason("Ready", "Ready")
 
 
@@ -197,6 +194,39 @@ def test_what_agents_say_becomes_conditions(deployments: Deployments, start: Sta
     assert deployments.condition("Ready")["status"] == "True"
 
 
+def test_pods_of_engines_are_seen(deployments: Deployments, start: Start, responder: AgentResponder) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("EnginesConnected", "NoEngines")
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "p-0",
+            "namespace": deployments.namespace,
+            "labels": {"longshore.dev/inject": "llama.prefill"},
+        },
+        "spec": {"containers": [{"name": "engine", "image": "engine"}], "nodeSelector": {"no": "such"}},
+    }
+    deployments.plane.kubectl("create", "-f", "-", stdin=to_text(pod))
+    deployments.wait_reason("EnginesConnected", "EnginesFailing", about="pod p-0 (Unschedulable: ")
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}
+    state = {
+        "name": "engine",
+        "state": {"waiting": waiting},
+        "restartCount": 3,
+        "ready": False,
+        "image": "",
+        "imageID": "",
+    }
+    deployments.patch_status("p-0", {"containerStatuses": [state]})
+    deployments.wait_reason("EnginesConnected", "EnginesFailing", about="pod p-0 (CrashLoopBackOff: back-off 40s")
+    until(lambda: deployments.events("EnginesFailing"), "an event")
+    responder.answers[deployments.pods()[0]["status"]["podIP"]] = report(instance("p", "source", host="p-0"))
+    deployments.wait_reason("EnginesConnected", "EnginesConnected")
+    deployments.plane.kubectl("delete", "pod", "p-0", "-n", deployments.namespace, "--grace-period=0", "--force")
+
+
 def test_two_deployments_on_one_node_tell_of_each_other(deployments: Deployments, start: Start) -> None:
     start()
     deployments.apply()
@@ -216,10 +246,7 @@ def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, 
     deployments.plane.kubectl("delete", "secret", name, "-n", deployments.namespace)
     # The kubelet cannot mount it for a new pod, which stays unready.
     pod = deployments.pods()[0]["metadata"]["name"]
-    patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
-    deployments.plane.kubectl(
-        "patch", "pod", pod, "-n", deployments.namespace, "--subresource=status", "-p", json.dumps(patch)
-    )
+    deployments.patch_status(pod, {"conditions": [{"type": "Ready", "status": "False"}]})
     until(lambda: deployments.get("dgdep", "llama")["status"]["keys"]["secret"] != name, "new keys")
     deployments.wait_reason("Ready", "Ready")
     assert name not in {entry["metadata"]["name"] for entry in deployments.list("secrets")}
@@ -248,15 +275,50 @@ def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
     deployments.apply(agents={"keysRevision": 2})
     assert held.wait(HELD_LIMIT_S)
     start()
-    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"] != first, "keys of the one in time")
+    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"].get("revision") == 2, "keys of the one in time")
     second = deployments.get("dgdep", "llama")["status"]["keys"]
-    assert len(deployments.list("secrets")) == 3
     go_on.set()
     until(lambda: "changed meanwhile" in late.process.log_path.read_text(), "the late one was refused")
     deployments.wait_reason("Ready", "Ready")
     assert deployments.get("dgdep", "llama")["status"]["keys"] == second
-    assert (second["revision"], second["previous"]) == (2, first["secret"])
-    assert len(deployments.list("secrets")) == 3
+    assert second["previous"] == first["secret"]
+    assert {entry["metadata"]["name"] for entry in deployments.list("secrets")} == {first["secret"], second["secret"]}
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_keys_of_an_operator_that_dies_before_it_writes_the_status_are_taken_over(
+    deployments: Deployments, start: Start, proxy: FaultProxy, rotates: bool
+) -> None:
+    one = start(kubeconfig=proxy.kubeconfig, request_timeout_s=HELD_LIMIT_S)
+    first = set()
+    if rotates:
+        deployments.apply()
+        deployments.wait_reason("Ready", "Ready")
+        first = {entry["metadata"]["name"] for entry in deployments.list("secrets")}
+    made, go_on = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> int | None:
+        """Hold the first write of the status after the Secret was created."""
+        if method == "POST" and "/secrets" in path and "dryRun" not in path:
+            made.set()
+        elif method == "PATCH" and "/disaggdeployments/llama/status" in path and made.is_set():
+            assert go_on.wait(HELD_LIMIT_S)
+            return 500
+        return None
+
+    proxy.refuse = hold
+    deployments.apply(agents={"keysRevision": 2})
+    until(lambda: len(deployments.list("secrets")) > len(first), "a new Secret")
+    (pending,) = {entry["metadata"]["name"] for entry in deployments.list("secrets")} - first
+    assert deployments.get("dgdep", "llama")["status"]["keys"]["pending"]["secret"] == pending
+    one.process.stop(signal.SIGKILL)
+    go_on.set()
+    start()
+    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"].get("revision") == 2, "keys in the status")
+    keys = deployments.get("dgdep", "llama")["status"]["keys"]
+    assert (keys["secret"], "pending" in keys) == (pending, False)
+    deployments.wait_reason("Ready", "Ready")
+    assert {entry["metadata"]["name"] for entry in deployments.list("secrets")} == {*first, pending}
 
 
 @pytest.mark.parametrize("status", [409, 500, 429])
@@ -301,9 +363,65 @@ def test_a_refused_child_is_told_and_tried_again(deployments: Deployments, start
     deployments.wait_reason("Ready", "Ready")
 
 
+def test_a_typo_inside_a_volume_is_a_refused_child_and_no_failed_request(
+    deployments: Deployments, start: Start
+) -> None:
+    """The CRD keeps what a volume's source has, as the kinds of volumes are Kubernetes' own."""
+    one = start()
+    deployments.apply(agents={"volumes": [{"name": "table", "configMap": {"nam": "x"}}]})
+    found = deployments.wait_reason("AgentsReady", "ChildRefused")
+    assert ".configMap.nam: field not declared in schema" in found["message"]
+    assert one.metric('longshore_operator_reconcile_errors_total{error="unavailable"}') == 0
+    deployments.apply(agents={"volumes": [{"name": "table", "configMap": {"name": "x", "optional": True}}]})
+    deployments.wait_reason("Ready", "Ready")
+
+
+def test_no_role_is_replaced_if_the_api_server_refuses_the_daemon_set_of_the_other(
+    deployments: Deployments, start: Start
+) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    name = f"keep-{deployments.namespace}"
+    mine = {"matchLabels": {"kubernetes.io/metadata.name": deployments.namespace}}
+    rules = [{"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["UPDATE"], "resources": ["daemonsets"]}]
+    policy = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": name},
+        "spec": {
+            "matchConstraints": {"resourceRules": rules, "namespaceSelector": mine},
+            "validations": [{"expression": "!object.metadata.name.endsWith('-decode')", "message": "decode stays"}],
+        },
+    }
+    binding = policy | {
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "spec": {"policyName": name, "validationActions": ["Deny"]},
+    }
+    deployments.plane.kubectl(
+        "create", "-f", "-", stdin=to_text({"apiVersion": "v1", "kind": "List", "items": [policy, binding]})
+    )
+    annotate = ("annotate", "ds", "-n", deployments.namespace, "--dry-run=server", "--overwrite")
+    until(
+        lambda: "decode stays" in deployments.plane.try_kubectl(*annotate, "llama-agent-decode", "a=b").stderr,
+        "a refusal",
+    )
+    before = [deployments.get("ds", f"llama-agent-{role}")["metadata"]["generation"] for role in ("prefill", "decode")]
+    try:
+        deployments.apply(transfer={"backend": "Mooncake"})
+        found = deployments.wait_reason("AgentsReady", "ChildRefused")
+        assert "DaemonSet llama-agent-decode" in found["message"] and "decode stays" in found["message"]
+        now = [deployments.get("ds", f"llama-agent-{role}")["metadata"]["generation"] for role in ("prefill", "decode")]
+        assert now == before
+    finally:
+        deployments.plane.kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name)
+    deployments.wait_reason("Ready", "Ready")
+
+
 @pytest.mark.shows("operator.watch_lag_limit_s")
+@pytest.mark.parametrize(("path", "name"), [("/configmaps", "configmaps"), ("inject", "pods")])
 def test_a_watch_that_misses_something_makes_the_operator_unlive(
-    deployments: Deployments, start: Start, proxy: FaultProxy
+    deployments: Deployments, start: Start, proxy: FaultProxy, path: str, name: str
 ) -> None:
     one = start(kubeconfig=proxy.kubeconfig, watch_lag_limit_s=3, resync_s=1)
     deployments.apply()
@@ -311,9 +429,9 @@ def test_a_watch_that_misses_something_makes_the_operator_unlive(
     # On a busy machine events may be late for a moment.
     until(lambda: one.status("/healthz") == 200, "live")
     # This ends the task of one watch. kopf continues without it.
-    proxy.refuse = lambda _method, path: 400 if "/configmaps" in path and "watch=true" in path else None
+    proxy.refuse = lambda _method, asked: 400 if path in asked and "watch=true" in asked else None
     proxy.drop_streams()
-    until(lambda: one.status("/healthz") == 503 and "configmaps" in one.page("/healthz"), "not live")
+    until(lambda: one.status("/healthz") == 503 and name in one.page("/healthz"), "not live")
 
 
 def test_the_manifest_of_another_kind_of_name_is_no_business_of_ours(deployments: Deployments, start: Start) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import yaml
 from controlplane.waiting import until
 from deployments import ROOT, Deployments, to_text
 from operator_process import Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
-ALLOW = {"allow_capabilities": "IPC_LOCK", "allow_host_paths": "/dev/infiniband"}
 AGENTS = {
     "gpuAccess": "CDI",
     "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
@@ -31,7 +33,7 @@ AGENTS = {
 
 
 def test_agents_run_with_the_settings_of_their_pods(deployments: Deployments, start: Start) -> None:
-    start(**ALLOW)
+    start()
     deployments.apply(agents=AGENTS)
     deployments.wait_reason("Ready", "Ready")
     for pod in deployments.pods():
@@ -74,8 +76,10 @@ def test_the_example_for_gpu_nodes_becomes_agents(deployments: Deployments, star
 
     So the pods stay pending, for these reasons only.
     """
-    start(allow_capabilities="IPC_LOCK")
-    deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(ROOT / "examples" / "gpu-nodes.yaml"))
+    example = ROOT / "examples" / "gpu-nodes.yaml"
+    values = [line.removeprefix("# ") for line in example.read_text().splitlines() if line.startswith("#   ")]
+    start(allow=json.dumps(yaml.safe_load("\n".join(values))["allow"]))
+    deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(example))
     deployments.wait_reason("Compatible", "PlanMade", "llama-70b")
     found = until(lambda: len(both := deployments.ours("ds", "llama-70b")) == 2 and both, "both DaemonSets")
     by_role = {body["metadata"]["labels"]["longshore.dev/roles"]: body["spec"] for body in found}
@@ -98,7 +102,23 @@ ASKED = {
     "spec.agents.hostIPC": {"hostIPC": True},
     "spec.agents.networkPolicy": {"networkPolicy": False, "allowOpenDataPath": True},
     "spec.agents.securityContext.capabilities.add": {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}},
-    "spec.agents.volumes": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]},
+    "spec.agents.securityContext.seLinuxOptions.type": {
+        "securityContext": {"seLinuxOptions": {"type": "container_engine_t"}}
+    },
+    "spec.agents.volumes: hostPath": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]},
+    "spec.agents.volumes: csi": {
+        "volumes": [
+            {"name": "root", "csi": {"driver": "hostpath.csi.k8s.io", "volumeAttributes": {"path": "/"}}},
+        ]
+    },
+    "spec.agents.env: NIXL_PLUGIN_DIR": {"env": [{"name": "NIXL_PLUGIN_DIR", "value": "/mnt/plug"}]},
+    "spec.agents.env: NVIDIA_VISIBLE_DEVICES": {"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]},
+    "spec.agents.annotations: cdi.k8s.io/x": {"annotations": {"cdi.k8s.io/x": "vendor.com/device=all"}},
+    "spec.agents.annotations: container.apparmor": {
+        "annotations": {"container.apparmor.security.beta.kubernetes.io/agent": "unconfined"}
+    },
+    "spec.agents.priorityClassName": {"priorityClassName": "system-node-critical"},
+    "spec.agents.tolerations: every taint": {"tolerations": [{"operator": "Exists"}]},
 }
 
 

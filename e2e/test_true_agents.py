@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,9 +149,7 @@ def patch(
     container = {"name": "agent", "image": "x", "imageID": "", "ready": False, "started": False, "state": state}
     container |= {"restartCount": 1, "lastState": last} if last else {"restartCount": 0}
     status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": [container]}
-    name = pod["metadata"]["name"]
-    arguments = ("patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p")
-    deployments.plane.kubectl(*arguments, json.dumps({"status": status}))
+    deployments.patch_status(pod["metadata"]["name"], status)
 
 
 WAITING = {"waiting": {"reason": "ContainerCreating"}}

@@ -244,10 +244,7 @@ def test_trouble_has_one_warning_and_its_repetition_counts(deployments: Deployme
     name = deployments.pods()[0]["metadata"]["name"]
     for count in (1, 2):
         for status, condition in (("False", "AgentsNotReady"), ("True", "AllAgentsReady")):
-            patch = to_text({"status": {"conditions": [{"type": "Ready", "status": status}]}})
-            deployments.plane.kubectl(
-                "patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p", patch
-            )
+            deployments.patch_status(name, {"conditions": [{"type": "Ready", "status": status}]})
             deployments.wait_reason("AgentsReady", condition)
         until(lambda count=count: warned(deployments) == [("AgentsNotReady", count)], "one warning with its count")
 

@@ -37,7 +37,8 @@ class Report(AgentStatus, frozen=True, kw_only=True):
     """One agent's answer.
 
     Attributes:
-        rooms_done, rooms_failed, failures: ended halves of rooms at its running workers; failures by reason.
+        rooms_done, rooms_failed: ended halves of rooms, also of engines that have left.
+        failures: those that failed at its running workers, by reason.
     """
 
     rooms_done: int = 0
@@ -76,8 +77,8 @@ def report_of(name: str, status: Mapping[str, Any], metrics: MetricsPage | None 
     reasons = metrics.by("reason", "longshore_rooms_total", outcome="failed")
     return msgspec.structs.replace(
         report,
-        rooms_done=int(outcomes.get("done", 0)),
-        rooms_failed=int(outcomes.get("failed", 0)),
+        rooms_done=int(outcomes.get("done", 0)) + report.left.rooms_done,
+        rooms_failed=int(outcomes.get("failed", 0)) + report.left.rooms_failed,
         failures={reason: int(count) for reason, count in sorted(reasons.items()) if count},
     )
 

@@ -30,6 +30,8 @@ Body = dict[str, Any]
 DEPLOYMENTS = f"/apis/{names.API_GROUP_VERSION}"
 # Objects in one page of a list. Bounds the memory that one answer takes.
 _PAGE_COUNT = 500
+# The end of one container's log. An agent writes some lines a minute, and more while something fails.
+_LOG_LINES_MAX, _LOG_BYTES_MAX = 5000, 2 << 20
 # Requests of one command at the same time.
 CONNECTIONS = 16
 # For the start of a program in a pod, for which a busy node takes seconds.
@@ -169,7 +171,7 @@ class Cluster:
             MissingError: the API server does not know the kind.
         """
         try:
-            return self.listed(_within(DEPLOYMENTS, self.namespace if namespace is None else namespace, names.PLURAL))
+            return self.listed(within(DEPLOYMENTS, self.namespace if namespace is None else namespace, names.PLURAL))
         except MissingError as error:
             # Also of a namespace that is not there the API server lists nothing, and does not say 404.
             text = f"{self.host} serves no {names.KIND} of {names.API_VERSION}: install the chart, or see `longshore check`"
@@ -178,7 +180,7 @@ class Cluster:
     def deployment(self, name: str) -> Body:
         """Return one DisaggDeployment. Raises MissingError that names those there are."""
         try:
-            return self.get(f"{_within(DEPLOYMENTS, self.namespace, names.PLURAL)}/{quote(name)}")
+            return self.get(f"{within(DEPLOYMENTS, self.namespace, names.PLURAL)}/{quote(name)}")
         except MissingError as error:
             try:
                 others = [body["metadata"]["name"] for body in self.deployments()]
@@ -197,7 +199,7 @@ class Cluster:
         """
         where = self.namespace if namespace is None else namespace
         label = f"{names.DEPLOYMENT_LABEL}={deployment}" if deployment else names.DEPLOYMENT_LABEL
-        pods = self.listed(_within("/api/v1", where, "pods"), {"labelSelector": label})
+        pods = self.listed(within("/api/v1", where, "pods"), {"labelSelector": label})
         there = [_agent_pod(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
         return sorted(there, key=lambda agent: (agent.deployment, agent.node, agent.name))
 
@@ -220,6 +222,17 @@ class Cluster:
             return Page(status, body)
 
         return AgentPages(f"{agent.namespace}/{agent.name} on {agent.node or 'no node'}", fetch)
+
+    def log(self, namespace: str, pod: str, container: str, *, previous: bool = False) -> str:
+        """Return the end of a container's log. Raises ClusterError.
+
+        Args:
+            previous: of the container before its last restart.
+        """
+        query = {"container": container, "tailLines": str(_LOG_LINES_MAX), "limitBytes": str(_LOG_BYTES_MAX)}
+        query |= {"previous": "true"} if previous else {}
+        path = f"{within('/api/v1', namespace, 'pods')}/{quote(pod)}/log"
+        return self._answer("GET", f"{path}?{urlencode(query)}").decode(errors="replace")
 
     def start(self, agent: AgentPod, command: Sequence[str]) -> PodProgram:
         """Start a program in an agent's container, with the user's right to exec. Raises ClusterError."""
@@ -261,17 +274,20 @@ class Cluster:
         return {str(entry["key"]): str(entry["value"]) for entry in settings.values() if entry["in"] == "header"}
 
     def _read(self, verb: str, path: str, body: Body | None = None) -> Body:
+        data = self._answer(verb, path, body)
+        try:
+            return dict(json.loads(data))
+        except (ValueError, TypeError) as error:
+            said = data[:_SHOWN_CHARACTERS_MAX].decode(errors="replace")
+            what = f"{verb} {path.partition('?')[0]}"
+            text = f"{what}: {self.host} answered {said!r}, as no API server does: correct the kubeconfig, or log in"
+            raise ClusterError(text) from error
+
+    def _answer(self, verb: str, path: str, body: Body | None = None) -> bytes:
         status, data = self._send(verb, path, body)
         what = f"{verb} {path.partition('?')[0]}"
         if _OK <= status < 300:  # noqa: PLR2004
-            try:
-                return dict(json.loads(data))
-            except (ValueError, TypeError) as error:
-                said = data[:_SHOWN_CHARACTERS_MAX].decode(errors="replace")
-                text = (
-                    f"{what}: {self.host} answered {said!r}, as no API server does: correct the kubeconfig, or log in"
-                )
-                raise ClusterError(text) from error
+            return data
         said = _message(data) or data[:_SHOWN_CHARACTERS_MAX].decode(errors="replace").strip()
         if status == _UNAUTHORIZED:
             text = f"{self.host} does not accept the credentials of the kubeconfig: log in again"
@@ -388,7 +404,8 @@ def _agent_pod(pod: Body) -> AgentPod:
     )
 
 
-def _within(group: str, namespace: str, plural: str) -> str:
+def within(group: str, namespace: str, plural: str) -> str:
+    """Return the path of a list: of a namespace, or of all for an empty one."""
     return f"{group}/namespaces/{quote(namespace)}/{plural}" if namespace else f"{group}/{plural}"
 
 

@@ -24,13 +24,19 @@ EXAMPLES = {
         "longshore check --pre -f examples/llama-70b.yaml   # before an installation",
         "longshore check llama-70b                          # after it: one deployment of the context's namespace",
         "longshore check -A -o json --strict                # all deployments, for CI: a warning is a failure",
+        "longshore check llama-70b --wait 300               # until no check fails, at most five minutes",
     ),
     "status": (
         "longshore status                     # one line for each deployment of the namespace; -A: of all namespaces",
         "longshore status llama-70b --watch   # the tree of one deployment, again every second",
         "longshore status llama-70b -o json   # all facts, for programs",
+        "longshore status --wait 300          # until all deployments are Ready, at most five minutes",
         "longshore status --agent http://127.0.0.1:9470 --agent http://127.0.0.1:9471",
         "longshore status --directory /tmp/longshore   # agents of `longshore up --directory`",
+    ),
+    "dump": (
+        "longshore dump                                    # all deployments of the namespace; -A: of all namespaces",
+        "longshore dump llama-70b -n serving -o dump.tar.gz",
     ),
     "verify": (
         "longshore verify llama-70b -n serving             # every pair of agents of a deployment",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from longshore_cli import analyze, check, completion, examples, laboratory, rooms, status, up, verify
+from longshore_cli import analyze, check, completion, dump, examples, laboratory, rooms, status, up, verify
 from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
 from longshore_cli.lifetime import SIGNAL_STATUS
 from longshore_cli.local_agents import make_keys
@@ -79,6 +79,12 @@ def _commands() -> tuple[_Command, ...]:
             "show deployments and agents: engines, pairs, rates now, and what is wrong",
             status.add_arguments,
             status.run,
+        ),
+        _Command(
+            "dump",
+            "write what support needs to know of a cluster into one file, without secrets",
+            dump.add_arguments,
+            dump.run,
         ),
         _Command(
             "verify",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from longshore_client.arguments import CacheTokens
 from longshore_client.client import Client
 from longshore_client.errors import (
     AgentLost,
@@ -36,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "Attention",
     "Busy",
+    "CacheTokens",
     "CallTimeout",
     "Client",
     "ClientClosed",

@@ -13,7 +13,8 @@ import os
 import re
 import threading
 from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,10 +23,9 @@ from longshore_wire import names
 from longshore_wire.bindings import BINDING_BYTES_MAX, Binding
 from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Endpoint, Half, Hello, RoomEventKind
 from longshore_wire.errors import LongshoreError
-from longshore_wire.layout import KVLayout, TargetMemory
+from longshore_wire.layout import CACHES_MAX, KVLayout, TargetMemory
 
 ROOM_MAX = 2**64 - 1
-POOL_MAX = 2**31 - 1
 DESCRIPTOR_MAX = 2**31 - 1
 # Characters of a value that an error shows. More would hide the rest of its text.
 SHOWN_MAX = 80
@@ -53,9 +53,9 @@ def room_number(room: object) -> int:
     return whole_number("room", room, 0, ROOM_MAX)
 
 
-def pool_number(pool: object) -> int:
-    """Return the number of a pool."""
-    return whole_number("pool", pool, 0, POOL_MAX)
+def cache_index(cache: object) -> int:
+    """Return the index of a cache."""
+    return whole_number("cache", cache, 0, CACHES_MAX - 1)
 
 
 def token_range(first_token: object, end_token: object) -> tuple[int, int]:
@@ -173,12 +173,37 @@ def host_hello(hello: Hello, layout: object) -> Hello:
         raise ArgumentError("host_layout is given and roles has no TARGET: only claims have pages in host memory")
     found = struct("host_layout", layout, KVLayout)
     found.check()
-    if (found.model, found.parallel) != (hello.layout.model, hello.layout.parallel):
-        raise ArgumentError(
-            f"host_layout has {found.model} and {found.parallel}, layout has {hello.layout.model} and {hello.layout.parallel}: "
-            "only page size and order may differ"
-        )
+    fixed = [[(each.name, each.model, each.parallel) for each in layout.caches] for layout in (found, hello.layout)]
+    if fixed[0] != fixed[1]:
+        one, other = next(pair for pair in zip_longest(*fixed) if pair[0] != pair[1])
+        raise ArgumentError(f"host_layout has {one}, layout has {other}: only page size and order may differ")
     return msgspec.structs.replace(hello, layout=found, device="cpu", roles=(Half.TARGET,), memory=TargetMemory.HOST)
+
+
+class CacheTokens(NamedTuple):
+    """Tokens [first, end) of one cache of a sequence, and the pages that hold them; as the arguments of `Client.send`.
+
+    Attributes:
+        cache: its index in the layout's `caches`, from 1 on.
+    """
+
+    cache: int
+    pages: Sequence[int] | bytes
+    first_token: int
+    end_token: int
+
+
+def others_of(others: object, count: int) -> list[CacheTokens]:
+    """Return the tokens of further caches than the first, of `count` caches, each at most once."""
+    if not isinstance(others, (list, tuple)) or not all(isinstance(each, CacheTokens) for each in others):
+        raise ArgumentError(f"others is {_shown(others)}: give a list of CacheTokens")
+    found: dict[int, CacheTokens] = {}
+    for each in others:
+        cache = whole_number("others.cache", each.cache, 1, CACHES_MAX - 1)
+        if cache >= count or cache in found:
+            raise ArgumentError(f"others has cache {cache}: the layout has {count} caches, give each at most once")
+        found[cache] = CacheTokens(cache, each.pages, *token_range(each.first_token, each.end_token))
+    return [found[cache] for cache in sorted(found)]
 
 
 def region_lists(regions: object, count: int, count_max: int) -> tuple[tuple[int, ...], tuple[DeviceRegion, ...]]:

@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 from longshore_client import arguments
+from longshore_client.arguments import CacheTokens
 from longshore_client.connection import Connection
 from longshore_client.core import State
 from longshore_client.errors import (
@@ -27,9 +28,10 @@ from longshore_client.errors import (
 )
 from longshore_client.ledger import Call, HalfKey, Resume
 from longshore_client.memory import close_all, duplicates
-from longshore_client.pages import PAGE_BYTES, pages_for, split_claim, split_offer
+from longshore_client.pages import listed, split_claim, split_offer
 from longshore_wire.engine_messages import (
     Ask,
+    CachePages,
     Cancel,
     DeviceRegion,
     Endpoint,
@@ -43,7 +45,7 @@ from longshore_wire.engine_messages import (
     UnregisterPool,
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
-from longshore_wire.layout import PoolGeometry, TargetMemory
+from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.names import room_name
 
 # An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.
@@ -97,7 +99,7 @@ class Client:
         with self._changed:
             return sum(len(link.core.ledger) for link in self._links.values())
 
-    def is_open(self, room: int, half: Half, instance: str, *, pool: int = 0) -> bool:
+    def is_open(self, room: int, half: Half, instance: str) -> bool:
         """Whether a half is open: a part of it was, or may have been, accepted, and it is not RELEASED.
 
         Ask this after a CallTimeout or AgentLost: when it is False, no process uses the half's pages.
@@ -106,7 +108,6 @@ class Client:
             arguments.half_of(half),
             arguments.text("instance", instance),
             arguments.room_number(room),
-            arguments.pool_number(pool),
         )
         with self._changed:
             return any(link.core.ledger.get(key) is not None for link in self._links.values())
@@ -142,20 +143,20 @@ class Client:
 
     def register_pool(
         self,
-        pool: int,
+        cache: int,
         geometry: PoolGeometry,
         regions: Sequence[int] | Sequence[DeviceRegion],
         memory: TargetMemory = TargetMemory.DEVICE,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """Share a pool of pages with the agent.
+        """Share the pages of a cache with the agent.
 
-        While an open room writes a page, other rooms of the pool cannot claim it. Pools must not overlap: no check
+        While an open room writes a page, other rooms cannot claim it. Pools must not overlap: no check
         covers that.
 
         Args:
-            pool: any number, by which `send` and `receive` name it. Each memory has numbers of its own.
+            cache: the index of the cache in the layout of `memory`; a cache has one pool.
             memory: of the pages; HOST needs a `host_layout` of `connect`.
             geometry: where the pages lie; see `memory.pool_geometry`.
             regions: for each of `geometry.region_bytes`, a file descriptor, which the client duplicates; or a
@@ -165,32 +166,32 @@ class Client:
             PoolRefused: the agent cannot map it.
             AgentLost, CallTimeout, ClientClosed: as `send`.
         """
-        pool, timeout_s = arguments.pool_number(pool), arguments.timeout(timeout_s)
+        cache, timeout_s = arguments.cache_index(cache), arguments.timeout(timeout_s)
         link, geometry = self._link(arguments.memory_of(memory)), arguments.struct("geometry", geometry, PoolGeometry)
         descriptors, on_device = arguments.region_lists(regions, len(geometry.region_bytes), REGIONS_PER_POOL_MAX)
-        message = RegisterPool(link.core.next_number(), pool, geometry, on_device)
+        message = RegisterPool(link.core.next_number(), cache, geometry, on_device)
         kept = duplicates(descriptors)
         try:
             call = Call((message,), descriptors=kept)
-            self._enter(link, call, f"register_pool {pool}")
+            self._enter(link, call, f"register_pool {cache}")
         except BaseException:
             close_all(kept)
             raise
-        self._wait_answer(link, call, f"register_pool {pool}", timeout_s, PoolRefused)
+        self._wait_answer(link, call, f"register_pool {cache}", timeout_s, PoolRefused)
 
     def unregister_pool(
-        self, pool: int, memory: TargetMemory = TargetMemory.DEVICE, *, timeout_s: float | None = None
+        self, cache: int, memory: TargetMemory = TargetMemory.DEVICE, *, timeout_s: float | None = None
     ) -> None:
-        """Withdraw a pool; its open rooms fail. When this returns, no process uses its pages: free them only then.
+        """Withdraw the pool of a cache; open rooms fail. When this returns, no process uses its pages: free them only then.
 
         Raises:
             PoolRefused: there is no such pool.
             AgentLost, CallTimeout, ClientClosed: as `send`; with a `timeout_s` of None only ClientClosed.
         """
-        pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
+        cache, timeout_s = arguments.cache_index(cache), arguments.timeout_or_none(timeout_s)
         link = self._link(arguments.memory_of(memory))
-        call = Call((UnregisterPool(link.core.next_number(), pool),))
-        self._tell(link, call, f"unregister_pool {pool}", timeout_s, refused=PoolRefused)
+        call = Call((UnregisterPool(link.core.next_number(), cache),))
+        self._tell(link, call, f"unregister_pool {cache}", timeout_s, refused=PoolRefused)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class Client:
         end_token: int,
         *,
         last: bool,
-        pool: int = 0,
+        others: Sequence[CacheTokens] = (),
         prompt: bytes = b"",
         capability: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
@@ -215,7 +216,8 @@ class Client:
             room: 0 to 2**64 - 1, unique in this instance.
             pages: [page_count] ids, or packed int32, little endian; the first is page number `first_token // page_size`
                 of the sequence, the last holds token `end_token - 1`.
-            last: True: `end_token` is the sequence's length. Such a chunk may be empty.
+            last: True: `end_token` is the sequence's length, and every cache is offered up to it now. Such a chunk may be empty.
+            others: the same for further caches of the layout; the arguments above are of the first one.
             prompt: a digest of the prompt, up to 16 bytes, the same for all chunks; empty: none. If decode's claim has
                 another one, the room fails with PROMPT_MISMATCH. Agents neither show nor log it.
             capability: a random secret, up to 16 bytes, the same for all chunks. Claims that do not show it are refused, and
@@ -229,20 +231,22 @@ class Client:
             ClientClosed: the client was closed.
         """
         begun_ns = time.monotonic_ns()
-        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        room = arguments.room_number(room)
         first_token, end_token = arguments.token_range(first_token, end_token)
         last, timeout_s = arguments.flag("last", last), arguments.timeout(timeout_s)
         binding = arguments.binding_of(prompt, capability)
-        packed = pages_for(pages, first_token, end_token, self.layout.page_size)
-        if first_token == end_token and not last:
+        layouts = self.layout.caches
+        offered = _listed(layouts, pages, first_token, end_token, others)
+        if not last and first_token == end_token and all(each.first_token == each.end_token for each in offered):
             raise ArgumentError(
                 f"room {room_name(room)}: tokens [{first_token}, {end_token}) are none: only `last` may be empty"
             )
-        key, link = HalfKey(Half.SOURCE, self.instance, room, pool), self._link(TargetMemory.DEVICE)
+        ranges = tuple([(each.cache, each.first_token, each.end_token) for each in offered])
+        key, link = HalfKey(Half.SOURCE, self.instance, room), self._link(TargetMemory.DEVICE)
         with self._changed:
-            resume_token = self._core.ledger.resumed(key, first_token, end_token, last=last)
-        for part in split_offer(room, pool, packed, first_token, end_token, last=last, page_size=self.layout.page_size):
-            if resume_token is not None and part.end_token <= resume_token:
+            accepted_count = self._core.ledger.resumed(key, ranges, last=last)
+        for index, part in enumerate(split_offer(room, offered, layouts, last=last)):
+            if index < accepted_count:
                 continue
             offer = msgspec.structs.replace(part, request=self._core.next_number(), binding=binding)
             try:
@@ -251,7 +255,7 @@ class Client:
                 )
             except (Busy, AgentLost):
                 with self._changed:
-                    self._core.ledger.stopped(key, Resume(first_token, end_token, last, part.first_token))
+                    self._core.ledger.stopped(key, Resume(ranges, last, index))
                 raise
 
     def receive(
@@ -262,9 +266,9 @@ class Client:
         first_token: int,
         end_token: int,
         *,
-        pool: int = 0,
         memory: TargetMemory | None = None,
         digest: bool = False,
+        others: Sequence[CacheTokens] = (),
         prompt: bytes = b"",
         capability: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
@@ -276,35 +280,42 @@ class Client:
             endpoint: the result of `endpoint()` at the prefill engine.
             pages: see `send`; without the pages before `first_token` (a prefix that is here already).
             end_token: the sequence's length; equal to `first_token` for a full hit.
-            memory: that of the pool, DEVICE or HOST; None: the deployment's `decode.target`.
+            memory: that of the pages, DEVICE or HOST; None: the deployment's `decode.target`.
             digest: compare digests of both sides' pages, even if the deployment does not (`integrity.digest`). If they differ,
                 the room fails with DIGEST_MISMATCH and names layer, head and rank.
+            others: the same for all further caches of the layout; the arguments above are of the first one.
             prompt, capability: see `send`.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
         begun_ns = time.monotonic_ns()
-        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        room = arguments.room_number(room)
         endpoint = arguments.endpoint_of(endpoint)
         first_token, end_token = arguments.token_range(first_token, end_token)
         link, timeout_s = self._link(memory), arguments.timeout(timeout_s)
         digest = arguments.flag("digest", digest)
-        packed = pages_for(pages, first_token, end_token, link.core.layout.page_size)
-        key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
+        layouts = link.core.layout.caches
+        wanted = _listed(layouts, pages, first_token, end_token, others)
+        for each in wanted:
+            if each.end_token != end_token:
+                raise ArgumentError(
+                    f"others: cache {layouts[each.cache].name!r} ends at token {each.end_token}, and the first one at {end_token}: "
+                    "the end of every cache is the sequence's length"
+                )
+        if len(wanted) < len(layouts):
+            raise ArgumentError(
+                f"others has {len(wanted) - 1} of {len(layouts) - 1} caches: claim every cache, also one of which no token moves"
+            )
+        key = HalfKey(Half.TARGET, endpoint.instance, room)
         whole = Receive(
             request=link.core.next_number(),
             room=room,
-            pool=pool,
             endpoint=endpoint,
-            first_token=first_token,
-            end_token=end_token,
-            page_offset=0,
-            page_count=len(packed) // PAGE_BYTES,
-            pages=b"",
+            caches=(),
             digest=digest,
             binding=arguments.binding_of(prompt, capability),
         )
-        call = Call(tuple(split_claim(whole, packed)), key=key)
+        call = Call(tuple(split_claim(whole, wanted)), key=key)
         self._tell(link, call, f"receive of room {room_name(room)}", timeout_s, begun_ns)
 
     def ask(
@@ -312,7 +323,6 @@ class Client:
         room: int,
         endpoint: Endpoint,
         *,
-        pool: int = 0,
         memory: TargetMemory | None = None,
         capability: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
@@ -323,22 +333,20 @@ class Client:
         room that is asked for is open until it is claimed or cancelled. Of an engine's ranks, one needs to ask.
 
         Args:
-            room, endpoint, pool, memory, capability: as of `receive`.
+            room, endpoint, memory, capability: as of `receive`.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
         begun_ns = time.monotonic_ns()
-        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        room = arguments.room_number(room)
         endpoint = arguments.endpoint_of(endpoint)
         link, timeout_s = self._link(memory), arguments.timeout(timeout_s)
         binding = arguments.binding_of(b"", capability)
-        message = Ask(link.core.next_number(), room, pool, endpoint, binding)
-        call = Call((message,), key=HalfKey(Half.TARGET, endpoint.instance, room, pool))
+        message = Ask(link.core.next_number(), room, endpoint, binding)
+        call = Call((message,), key=HalfKey(Half.TARGET, endpoint.instance, room))
         self._tell(link, call, f"ask for room {room_name(room)}", timeout_s, begun_ns)
 
-    def cancel(
-        self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
-    ) -> None:
+    def cancel(self, room: int, half: Half, *, instance: str | None = None, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Cancel a half. FAILED and RELEASED follow; do not use its pages before RELEASED.
 
         If the half is not open here, no event follows. A SOURCE half is still cancelled at the agent, which refuses
@@ -350,18 +358,18 @@ class Client:
             AgentLost, CallTimeout, ClientClosed: as `send`; the cancellation of an open half is repeated to a new
                 agent.
         """
-        room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
+        room, half = arguments.room_number(room), arguments.half_of(half)
         instance = None if instance is None else arguments.text("instance", instance)
         timeout_s = arguments.timeout(timeout_s)
         what = f"cancel of room {room_name(room)}"
         with self._changed:
             self._check_open(what)
             ledgers = [(link, link.core.ledger) for link in self._links.values()]
-            found = [(link, key) for link, ledger in ledgers for key in ledger.cancel(half, instance, room, pool)]
+            found = [(link, key) for link, ledger in ledgers for key in ledger.cancel(half, instance, room)]
         if not found and half is Half.SOURCE and instance in (None, self.instance):
-            found = [(self._links[TargetMemory.DEVICE], HalfKey(half, self.instance, room, pool))]
+            found = [(self._links[TargetMemory.DEVICE], HalfKey(half, self.instance, room))]
         for link, key in found:
-            message = Cancel(link.core.next_number(), key.half, key.instance, key.room, key.pool)
+            message = Cancel(link.core.next_number(), key.half, key.instance, key.room)
             self._tell(link, Call((message,)), what, timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent]:
@@ -389,8 +397,6 @@ class Client:
         instance: str | None = None,
         kinds: Collection[RoomEventKind] = ENDED,
         timeout_s: float | None = None,
-        *,
-        pool: int = 0,
     ) -> RoomEvent:
         """Wait for the first event of a half that is one of `kinds`, and return it. Other events stay for other calls.
 
@@ -398,12 +404,12 @@ class Client:
             WaitTimeout: no such event came within `timeout_s` (None: no limit).
             ClientClosed: the client was closed.
         """
-        room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
+        room, half = arguments.room_number(room), arguments.half_of(half)
         instance = None if instance is None else arguments.text("instance", instance)
         kinds, timeout_s = arguments.kinds_of(kinds), arguments.timeout_or_none(timeout_s)
 
         def find() -> RoomEvent | None:
-            return self._core.find_event(half, instance, room, pool, kinds)
+            return self._core.find_event(half, instance, room, kinds)
 
         with self._changed:
             self._wait_for(lambda: find() is not None, timeout_s, f"wait for room {room_name(room)}")
@@ -448,7 +454,6 @@ class Client:
     def _check_open(self, what: str) -> None:
         for link in self._links.values():
             link.core.check_open(what)
-            link.check_process(what)
 
     def _tell(
         self,
@@ -515,8 +520,21 @@ class Client:
             raise from_refusal(call.answer, what, refused)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        for link in self._links.values():
-            link.check_process(what)
         self._changed.wait_until(lambda: predicate() or self._closed, timeout_s)
         if self._closed and not predicate():
             raise ClientClosed(f"{what}: the client was closed")
+
+
+def _listed(
+    layouts: Sequence[KVLayout], pages: Sequence[int] | bytes, first_token: int, end_token: int, others: object
+) -> list[CachePages]:
+    """Return the pages of the first cache and of `others`, as messages name them. Raises ArgumentError."""
+    found = [listed(pages, 0, first_token, end_token, layouts[0].page_size)]
+    if others == ():
+        return found
+    for cache, its_pages, first, end in arguments.others_of(others, len(layouts)):
+        try:
+            found.append(listed(its_pages, cache, first, end, layouts[cache].page_size))
+        except ArgumentError as error:
+            raise ArgumentError(f"others: cache {layouts[cache].name!r}: {error}", reason=error.reason) from error
+    return found

@@ -182,9 +182,16 @@ class Waits(threading.Condition):
 
     def __init__(self) -> None:
         super().__init__()
+        self._process_id = os.getpid()
         self.links: list[Connection] = []
         self._is_reading = False
         self._wake_reader = -1  # a descriptor that wakes the thread that polls the sockets; -1: none does
+
+    def __enter__(self) -> bool:
+        """Take the lock. Raise ArgumentError in a forked child: a thread that it does not have may hold the lock for ever."""
+        if os.getpid() != self._process_id:
+            raise ArgumentError(f"this client belongs to process {self._process_id}: connect in this one")
+        return super().__enter__()
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until `predicate` is true, at most `timeout_s` (None: no limit); return its value.
@@ -297,11 +304,6 @@ class Connection:
     def _is_settled(self) -> bool:
         return self.core.state in (State.READY, State.CLOSED)
 
-    def check_process(self, what: str) -> None:
-        """Raise ArgumentError in a forked child, which does not have the thread."""
-        if os.getpid() != self._process_id:
-            raise ArgumentError(f"{what}: this client belongs to process {self._process_id}: connect in this one")
-
     def carry_out(self) -> None:
         """Apply the core's effects. Called under the lock, after each change of the core."""
         self._carry_out()
@@ -329,8 +331,8 @@ class Connection:
 
     @property
     def lendable(self) -> AgentSocket | None:
-        """The socket, if a waiting caller may read it now: a forked child may not. Read under the lock."""
-        return self._socket if self.core.state is State.READY and os.getpid() == self._process_id else None
+        """The socket, if a waiting caller may read it now. Read under the lock."""
+        return self._socket if self.core.state is State.READY else None
 
     def lend(self, *, is_lent: bool) -> None:
         """Leave the socket's messages to a waiting caller, or read them again. Called under the lock."""

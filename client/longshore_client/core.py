@@ -174,10 +174,10 @@ class Core:
         if len(self.outbox) + len(call.outgoing) > OUTBOX_MESSAGES_MAX:
             raise Busy(f"{what}: the agent reads slowly", retry_after_s=SLOW_AGENT_WAIT_S)
         match call.message:
-            case RegisterPool(pool=number) if number in self.pools:
-                raise ArgumentError(f"pool {number} is registered already: unregister it first")
-            case UnregisterPool(pool=number) if number not in self.pools:
-                text = f"pool {number} is not registered: nothing to take back"
+            case RegisterPool(cache=number) if number in self.pools:
+                raise ArgumentError(f"cache {number} has a pool that is registered already: unregister it first")
+            case UnregisterPool(cache=number) if number not in self.pools:
+                text = f"cache {number} has no registered pool: nothing to take back"
                 raise PoolRefused(text, reason=Reason.UNKNOWN_POOL)
         if call.key is not None:
             self.ledger.sent(call.key, call)
@@ -223,11 +223,11 @@ class Core:
         )
 
     def find_event(
-        self, half: Half, instance: str | None, room: int, pool: int, kinds: Collection[RoomEventKind]
+        self, half: Half, instance: str | None, room: int, kinds: Collection[RoomEventKind]
     ) -> RoomEvent | None:
         """Return the first event of a half that is one of `kinds`. `instance` None matches every instance."""
         for event in self.events:
-            same = event.room == room and event.half is half and event.pool == pool and event.kind in kinds
+            same = event.room == room and event.half is half and event.kind in kinds
             if same and instance in (None, event.instance):
                 return event
         return None
@@ -443,11 +443,11 @@ class Core:
             return
         if self.steps.wanted:
             self.steps.arrived(event, round(now_s * 1e9))
-            self._report_steps([self.steps.over(HalfKey(event.half, event.instance, event.room, event.pool))])
+            self._report_steps([self.steps.over(HalfKey(event.half, event.instance, event.room))])
         self._report([event])
         if event.kind is RoomEventKind.DONE:
             # Only an accepted room can be done, so its calls are accepted even if the worker dies before it answers.
-            for call in self._calls_of(HalfKey(event.half, event.instance, event.room, event.pool)):
+            for call in self._calls_of(HalfKey(event.half, event.instance, event.room)):
                 call.done = True
 
     def _answer(self, call: Call, answer: Accepted | Refused | None) -> None:
@@ -468,29 +468,27 @@ class Core:
             case Offer() | Ask() | Receive() if call.key is not None:
                 if answer is not None:
                     self.ledger.answered(call.key, call, accepted=accepted)
-            case RegisterPool(pool=number) if call.again:
+            case RegisterPool(cache=number) if call.again:
                 if isinstance(answer, Refused):
                     self._unused.extend(self.pools.pop(number).descriptors)
                     for found in self.ledger:
-                        if found.key.pool == number:
-                            self._half_lost(found.key, answer)
-            case RegisterPool(pool=number) if accepted:
+                        self._half_lost(found.key, answer)
+            case RegisterPool(cache=number) if accepted:
                 self.pools[number] = Pool(call.message, call.descriptors)
             case RegisterPool():
                 self._unused.extend(call.descriptors)
-            case UnregisterPool(pool=number) if accepted:
+            case UnregisterPool(cache=number) if accepted:
                 self._pool_gone(number)
 
     def _pool_gone(self, number: int) -> None:
-        """Forget a pool that no process uses any more, and end the halves that are still open on it."""
+        """Forget a pool that no process uses any more, and end the halves that are still open, since a room has all caches."""
         gone = self.pools.pop(number, None)
         if gone is not None:
             self._unused.extend(gone.descriptors)
         # An agent reports a pool's rooms before it answers. The remaining halves are those that a dead agent did not
         # report.
         for found in self.ledger:
-            if found.key.pool == number:
-                self._report(self.ledger.end(found.key, Reason.CANCELLED, f"pool {number} was unregistered"))
+            self._report(self.ledger.end(found.key, Reason.CANCELLED, f"the pool of cache {number} was unregistered"))
 
     def _half_lost(self, key: HalfKey, refused: Refused) -> None:
         """Fail a half that a new worker refuses; the worker that had accepted it is dead."""

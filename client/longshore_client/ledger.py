@@ -33,21 +33,19 @@ HALVES_MAX = 65_536
 
 
 class HalfKey(NamedTuple):
-    """One half of one room of one pool; `instance` is the prefill instance."""
+    """One half of one room; `instance` is the prefill instance."""
 
     half: Half
     instance: str
     room: int
-    pool: int
 
 
 class Resume(NamedTuple):
     """A `send` of several offers of which the agent accepted only the first ones."""
 
-    first_token: int
-    end_token: int
+    ranges: tuple[tuple[int, int, int], ...]  # (cache, first token, end token)
     last: bool
-    accepted_end_token: int
+    accepted_count: int  # of its messages
 
 
 Messages = tuple[Offer | Ask | Receive | RegisterPool | UnregisterPool | Cancel, ...]
@@ -139,12 +137,12 @@ class Ledger:
         """Return the open half, or None."""
         return self._halves.get(key)
 
-    def cancel(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
+    def cancel(self, half: Half, instance: str | None, room: int) -> list[HalfKey]:
         """Mark open halves as cancelled and return their keys. `instance` None matches every instance."""
         if instance is not None:
-            keys = [key for key in (HalfKey(half, instance, room, pool),) if key in self._halves]
+            keys = [key for key in (HalfKey(half, instance, room),) if key in self._halves]
         else:
-            keys = [key for key in self._halves if (key.half, key.room, key.pool) == (half, room, pool)]
+            keys = [key for key in self._halves if (key.half, key.room) == (half, room)]
         for key in keys:
             self._halves[key].cancelled = True
         return keys
@@ -186,20 +184,20 @@ class Ledger:
     def stopped(self, key: HalfKey, resume: Resume) -> None:
         """Record the accepted part of a `send` that the agent did not accept whole, if its half is open."""
         found = self._halves.get(key)
-        if found is not None and resume.accepted_end_token > resume.first_token:
+        if found is not None and resume.accepted_count:
             found.resume = resume
 
-    def resumed(self, key: HalfKey, first_token: int, end_token: int, *, last: bool) -> int | None:
-        """Return the token up to which an equal earlier `send` was accepted. Drops the record, equal or not."""
+    def resumed(self, key: HalfKey, ranges: tuple[tuple[int, int, int], ...], *, last: bool) -> int:
+        """Return how many messages of an equal earlier `send` were accepted. Drops the record, equal or not."""
         found = self._halves.get(key)
         if found is None or found.resume is None:
-            return None
+            return 0
         resume, found.resume = found.resume, None
-        return resume.accepted_end_token if resume[:3] == (first_token, end_token, last) else None
+        return resume.accepted_count if resume[:2] == (ranges, last) else 0
 
     def take_event(self, event: RoomEvent) -> bool:
         """Record the agent's event; return whether to report it to the engine: only once, and only for an open half."""
-        found = self._halves.get(HalfKey(event.half, event.instance, event.room, event.pool))
+        found = self._halves.get(HalfKey(event.half, event.instance, event.room))
         is_late = found is not None and found.ended is not None and event.kind is not RoomEventKind.RELEASED
         is_over = found is not None and (found.is_offered or found.cancelled or not found.is_asked)
         if found is None or is_late or (is_over and event.kind is RoomEventKind.OFFERED):

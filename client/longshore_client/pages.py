@@ -12,8 +12,16 @@ from collections.abc import Iterator, Sequence, Sized
 import msgspec
 
 from longshore_client.errors import ArgumentError
-from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, PAGES_PER_MESSAGE_MAX, TO_AGENT, Offer, Receive
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    PAGES_PER_MESSAGE_MAX,
+    TO_AGENT,
+    CachePages,
+    Offer,
+    Receive,
+)
 from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout
 
 PAGE_BYTES = 4  # of an id in a message
 _SIGN_BIT = 0x80  # of an id's highest byte
@@ -65,26 +73,54 @@ def page_count(first_token: int, end_token: int, page_size: int) -> int:
     return -(-end_token // page_size) - first_token // page_size if end_token > first_token else 0
 
 
-def split_offer(
-    room: int, pool: int, packed: bytes, first_token: int, end_token: int, *, last: bool, page_size: int
-) -> Iterator[Offer]:
-    """Yield offers of at most PAGES_PER_MESSAGE_MAX pages each, cut between pages. Only the final one may be `last`."""
-    begin_token = first_token
+def listed(pages: Sequence[int] | bytes, cache: int, first_token: int, end_token: int, page_size: int) -> CachePages:
+    """Return the pages of a cache that hold tokens [first, end), as messages name them. Raises ArgumentError."""
+    packed = pages_for(pages, first_token, end_token, page_size)
+    return CachePages(cache, first_token, end_token, len(packed) // PAGE_BYTES, packed)
+
+
+def split_offer(room: int, caches: Sequence[CachePages], layouts: Sequence[KVLayout], *, last: bool) -> Iterator[Offer]:
+    """Yield offers of at most PAGES_PER_MESSAGE_MAX pages each, cut between pages. Only the final one may be `last`.
+
+    Args:
+        layouts: of each cache.
+    """
+    if sum([each.page_count for each in caches]) <= PAGES_PER_MESSAGE_MAX:
+        yield Offer(0, room, tuple(caches), last)
+        return
+    parts = [part for each in caches for part in _cut(each, layouts[each.cache].page_size)]
+    for index, part in enumerate(parts):
+        yield Offer(0, room, (part,), last and index == len(parts) - 1)
+
+
+def _cut(whole: CachePages, page_size: int) -> Iterator[CachePages]:
+    first_page, begin_token = whole.first_token // page_size, whole.first_token
     while True:
-        stop_token = min(end_token, (begin_token // page_size + PAGES_PER_MESSAGE_MAX) * page_size)
-        offset = (begin_token // page_size - first_token // page_size) * PAGE_BYTES
-        pages = packed[offset : offset + PAGE_BYTES * page_count(begin_token, stop_token, page_size)]
-        yield Offer(0, room, pool, begin_token, stop_token, last and stop_token == end_token, pages)
+        stop_token = min(whole.end_token, (begin_token // page_size + PAGES_PER_MESSAGE_MAX) * page_size)
+        offset = (begin_token // page_size - first_page) * PAGE_BYTES
+        count = page_count(begin_token, stop_token, page_size)
+        pages = whole.pages[offset : offset + PAGE_BYTES * count]
+        yield CachePages(whole.cache, begin_token, stop_token, count, pages)
         begin_token = stop_token
-        if begin_token >= end_token:
+        if begin_token >= whole.end_token:
             return
 
 
-def split_claim(whole: Receive, packed: bytes) -> Iterator[Receive]:
-    """Yield the parts of claim `whole`, which has no pages, each with as many of `packed` as fit one message."""
-    # An endpoint of a thousand ranks leaves less space. 32 bytes cover the growth of lengths and offsets.
-    free_bytes = ENGINE_MESSAGE_BYTES_MAX - len(TO_AGENT.encode(whole)) - 32
-    step = max(1, min(PAGES_PER_MESSAGE_MAX, free_bytes // PAGE_BYTES))
-    for offset in range(0, max(1, whole.page_count), step):
-        pages = packed[PAGE_BYTES * offset : PAGE_BYTES * (offset + step)]
-        yield msgspec.structs.replace(whole, page_offset=offset, pages=pages)
+def split_claim(whole: Receive, caches: Sequence[CachePages]) -> Iterator[Receive]:
+    """Yield the parts of claim `whole`, which names no cache, each with as many pages of `caches` as fit one message."""
+    # An endpoint of a thousand ranks leaves less space. 64 bytes of each cache cover its numbers.
+    free_bytes = ENGINE_MESSAGE_BYTES_MAX - len(TO_AGENT.encode(whole)) - 64 * len(caches)
+    step = free = max(1, min(PAGES_PER_MESSAGE_MAX, free_bytes // PAGE_BYTES))
+    parts: list[CachePages] = []
+    for each in caches:
+        rest = each
+        while rest.page_count - rest.page_offset > free:
+            if free:
+                parts.append(msgspec.structs.replace(rest, pages=rest.pages[: PAGE_BYTES * free]))
+            yield msgspec.structs.replace(whole, caches=tuple(parts))
+            left = rest.pages[PAGE_BYTES * free :]
+            rest = msgspec.structs.replace(rest, pages=left, page_offset=rest.page_offset + free)
+            parts, free = [], step
+        parts.append(rest)
+        free -= rest.page_count - rest.page_offset
+    yield msgspec.structs.replace(whole, caches=tuple(parts))

@@ -102,4 +102,4 @@ class Steps:
 
 
 def _key(event: RoomEvent) -> HalfKey:
-    return HalfKey(event.half, event.instance, event.room, event.pool)
+    return HalfKey(event.half, event.instance, event.room)

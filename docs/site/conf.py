@@ -76,6 +76,7 @@ NAVIGATION = {
     ],
     "When something fails": [
         "Find what is wrong <docs/how-to/find-faults>",
+        "Dump <docs/how-to/dump>",
         "docs/troubleshooting",
         "docs/runbooks",
         "Reasons <docs/reference/reasons>",

@@ -14,6 +14,7 @@ from typing import Any
 from cluster_site import ROLE, Site
 from controlplane.waiting import until
 from deployments import ROOT
+from example_pods import EXAMPLES
 
 _HERE = Path(__file__).parent
 _KIT = "kit"
@@ -25,11 +26,21 @@ _CHECK_LIMIT_S = 60.0
 _AGENTS_GROUP = 10001
 # The model of `room_pod`.
 MODEL = {"attention": "GQA", "layers": 4, "kvHeads": 4, "headDim": 32, "dtype": "float32"}
+# Of the example of engines in pods, for `kubectl create configmap`.
+PROGRAM = [f"--from-file={EXAMPLES / 'engine' / name}" for name in ("own_engine.py", "engine_pod.py")]
 # More rooms than any test waits for.
 MANY = 1_000_000
 _SHARED = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 Body = dict[str, Any]
+
+
+def of_cluster(site: Site, namespace: str, body: Body) -> Body:
+    """Return an example's object for this namespace and this cluster's image; the nodes have the examples' labels."""
+    text = json.dumps(body).replace("/run/longshore/default/", f"/run/longshore/{namespace}/")
+    found: Body = json.loads(text.replace('"longshore-agent:0.1.0"', json.dumps(site.agent_image)))
+    found["metadata"]["namespace"] = namespace
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,11 +116,16 @@ class Placed:
 
     def checked(self) -> tuple[int, dict[str, Body]]:
         """Return the exit status of `longshore check` on it, and the lines by check."""
-        command = [sys.executable, "-m", "longshore_cli.main", "check", self.name, "-n", self.namespace, "-o", "json"]
+        status, text = self.command("check", self.name, "-o", "json")
+        return status, {line["check"]: line for line in json.loads(text)}
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Return the exit status and the output of a command in its namespace."""
+        command = [sys.executable, "-m", "longshore_cli.main", *arguments, "-n", self.namespace]
         command += ["--kubeconfig", str(self.site.kubeconfig)]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
         assert done.stderr == "", done.stderr
-        return done.returncode, {line["check"]: line for line in json.loads(done.stdout)}
+        return done.returncode, done.stdout
 
     def agent(self, role: str) -> str:
         """Return the name of the agent's pod on the node of a role that is not being deleted."""

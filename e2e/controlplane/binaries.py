@@ -28,7 +28,7 @@ _KUBERNETES_FLAGS = " ".join(
 _PROMETHEUS_FLAGS = f"-X github.com/prometheus/common/version.Version={PROMETHEUS_VERSION}"
 # Programs of which the PATH often has another version. Only the pinned version is valid here.
 _NEVER_FROM_PATH = frozenset(
-    {"kubectl", "helm", "kwok", "kube-score", "prometheus", "promtool", "check-dashboard", "crane", "cosign"}
+    {"kubectl", "helm", "kwok", "kube-score", "prometheus", "promtool", "check-dashboard", "crane", "lws", "cosign"}
 )
 
 
@@ -87,6 +87,7 @@ PROGRAMS = {
         ),
         Program("check-dashboard", "dashboard", "."),
         Program("crane", "crane", "github.com/google/go-containerregistry/cmd/crane", first=False),
+        Program("lws", "lws", "sigs.k8s.io/lws/cmd", first=False),
         Program("cosign", "cosign", "github.com/sigstore/cosign/v3/cmd/cosign", first=False),
     )
 }

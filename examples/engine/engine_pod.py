@@ -1,7 +1,9 @@
 """The engine of own_engine.py as two pods. Their environment gives their role and layout. See docs/how-to/engine-pods.md.
 
-engine_pod.py prefill          offers the pages that decode asks for, at PORT
+engine_pod.py prefill [LEADER] offers the pages that decode asks for, at PORT
 engine_pod.py decode ADDRESS   asks prefill for a request each second, and compares every byte
+
+In a group of a LeaderWorkerSet each pod of prefill has a part of the ranks. LEADER is the address of the group's first pod.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from own_engine import LIMIT_S, MODEL, TOKENS, Rank, insist, prefill
 
 import longshore_client as ls
 
-PORT = 7000
+PORT, GROUP_PORT = 7000, 7001
 PAUSE_S = 1.0
 TP, PAGE_SIZE = (int(os.environ[f"LONGSHORE_ENGINE_{name}"]) for name in ("TENSOR_PARALLEL", "PAGE_SIZE"))
 PAGES = list(range(-(-TOKENS // PAGE_SIZE)))
+# A LeaderWorkerSet sets these; without one, all ranks are in this pod.
+GROUP_SIZE, INDEX = (
+    int(os.environ.get(f"LWS_{name}", alone)) for name, alone in (("GROUP_SIZE", 1), ("WORKER_INDEX", 0))
+)
 
 
 class Order(msgspec.Struct):
@@ -31,10 +37,10 @@ class Order(msgspec.Struct):
     room: int | None = None
 
 
-def ranks_of(half: ls.Half) -> list[Rank]:
-    """Return the ranks of a new instance. The client finds the agent's socket in the environment."""
-    instance = ls.new_instance()
-    layouts = [ls.KVLayout(MODEL, ls.Parallel(tp=TP, tp_rank=rank), page_size=PAGE_SIZE) for rank in range(TP)]
+def ranks_of(half: ls.Half, instance: str) -> list[Rank]:
+    """Return this pod's ranks of an instance. The client finds the agent's socket in the environment."""
+    own = range(TP * INDEX // GROUP_SIZE, TP * (INDEX + 1) // GROUP_SIZE)
+    layouts = [ls.KVLayout(MODEL, ls.Parallel(tp=TP, tp_rank=rank), page_size=PAGE_SIZE) for rank in own]
     return [Rank(None, instance, layout, half, page_count=len(PAGES)) for layout in layouts]
 
 
@@ -45,8 +51,10 @@ def content(room: int) -> np.ndarray:
 
 
 def run_prefill() -> None:
-    """Answer decode engines, one after another."""
-    ranks = ranks_of(ls.Half.SOURCE)
+    """Answer decode engines, one after another, with the ranks of all pods of the group."""
+    instance = ls.new_instance()
+    workers = group(instance)
+    ranks = ranks_of(ls.Half.SOURCE, instance)
     server = socket.create_server(("", PORT))
     print("prefill is registered", flush=True)
     while True:
@@ -55,20 +63,53 @@ def run_prefill() -> None:
             for line in stream:
                 order = msgspec.json.decode(line, type=Order)
                 if order.room is None:
-                    answer = msgspec.json.encode(ranks[0].client.endpoint(timeout_s=LIMIT_S))
-                else:
-                    prefill(ranks, order.room, PAGES, content(order.room), TOKENS)
-                    ends = [rank.ended(order.room, rank.client.instance).kind.name for rank in ranks]
-                    answer = msgspec.json.encode(ends)
-                stream.write(answer + b"\n")
-                stream.flush()
+                    tell(stream, ranks[0].client.endpoint(timeout_s=LIMIT_S))
+                    continue
+                for worker in workers:
+                    tell(worker, order)
+                ends = sent(ranks, order.room)
+                for worker in workers:
+                    ends += msgspec.json.decode(worker.readline())
+                tell(stream, ends)
+
+
+def sent(ranks: list[Rank], room: int) -> list[str]:
+    """Offer a request at these ranks; return how the room ended at each."""
+    prefill(ranks, room, PAGES, content(room), TOKENS)
+    return [rank.ended(room, rank.client.instance).kind.name for rank in ranks]
+
+
+def group(instance: str) -> list[BinaryIO]:
+    """Wait for the other pods of the group and tell them the name that all of its ranks have; return their streams."""
+    server = socket.create_server(("", GROUP_PORT))
+    workers = [server.accept()[0].makefile("rwb") for _ in range(GROUP_SIZE - 1)]
+    for worker in workers:
+        tell(worker, instance)
+    return workers
+
+
+def run_worker(leader: str) -> None:
+    """Offer what the group's first pod orders, until that pod ends."""
+    with connected(leader, GROUP_PORT) as connection, connection.makefile("rwb") as stream:
+        ranks = ranks_of(ls.Half.SOURCE, msgspec.json.decode(stream.readline()))
+        print(f"prefill is registered in pod {INDEX}", flush=True)
+        # The next order comes with the next request, whenever that is.
+        connection.settimeout(None)
+        for line in stream:
+            tell(stream, sent(ranks, msgspec.json.decode(line, type=Order).room))
+
+
+def tell(stream: BinaryIO, what: object) -> None:
+    """Send one line."""
+    stream.write(msgspec.json.encode(what) + b"\n")
+    stream.flush()
 
 
 def run_decode(address: str) -> None:
     """Move one request after another, until something fails."""
-    ranks = ranks_of(ls.Half.TARGET)
+    ranks = ranks_of(ls.Half.TARGET, ls.new_instance())
     print("decode is registered", flush=True)
-    with connected(address) as connection, connection.makefile("rb") as answers:
+    with connected(address, PORT) as connection, connection.makefile("rb") as answers:
         ask = partial(asked, connection, answers)
         while True:
             room = time.time_ns()
@@ -89,15 +130,15 @@ def run_decode(address: str) -> None:
             time.sleep(PAUSE_S)
 
 
-def connected(address: str) -> socket.socket:
+def connected(address: str, port: int) -> socket.socket:
     """Return a connection to prefill. Its pod may start later than this one, and its name is unknown until then."""
     end_s = time.monotonic() + LIMIT_S
     while True:
         try:
-            return socket.create_connection((address, PORT), timeout=LIMIT_S)
+            return socket.create_connection((address, port), timeout=LIMIT_S)
         except OSError as error:
             if time.monotonic() > end_s:
-                sys.exit(f"prefill at {address}:{PORT} was not reached within {LIMIT_S:g} s: {error}")
+                sys.exit(f"prefill at {address}:{port} was not reached within {LIMIT_S:g} s: {error}")
         time.sleep(PAUSE_S)
 
 
@@ -114,7 +155,9 @@ def asked(connection: socket.socket, answers: BinaryIO, order: Order) -> bytes:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "prefill":
+    if sys.argv[1] == "prefill" and INDEX:
+        run_worker(sys.argv[2])
+    elif sys.argv[1] == "prefill":
         run_prefill()
     else:
         run_decode(sys.argv[2])

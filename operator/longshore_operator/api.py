@@ -80,10 +80,10 @@ class Api:
         """Return one object."""
         return await self._call("GET", kind, kinds.path(kind, namespace, name))
 
-    async def metadata(self, kind: Kind, namespace: str, label: str = "") -> Iterator[Body]:
-        """Return the metadata of all objects of a kind in `namespace`; an empty one selects all namespaces."""
+    async def metadata(self, kind: Kind, namespace: str) -> Iterator[Body]:
+        """Return the metadata of all objects of a kind, with its label, in `namespace`; an empty one selects all namespaces."""
         found: list[Body] = []
-        query: dict[str, str] = {"limit": str(_PAGE_COUNT)} | ({"labelSelector": label} if label else {})
+        query: dict[str, str] = {"limit": str(_PAGE_COUNT)} | ({"labelSelector": kind.label} if kind.label else {})
         while True:
             path = f"{kinds.path(kind, namespace)}?{urlencode(query)}"
             page = await self._call("LIST", kind, path, accept=_METADATA_ONLY)
@@ -110,12 +110,14 @@ class Api:
         """Return the OpenAPI document of a group and version, which every authenticated user may read."""
         return await self._call("GET", kinds.DEPLOYMENT, f"/openapi/v3/apis/{group_version}")
 
-    async def apply(self, kind: Kind, body: Body, *, force: bool, subresource: str = "") -> Body:
+    async def apply(self, kind: Kind, body: Body, *, force: bool, subresource: str = "", dry_run: bool = False) -> Body:
         """Apply `body` server-side as our field manager; return the resulting object."""
         metadata = body["metadata"]
         path = kinds.path(kind, metadata["namespace"], metadata["name"], subresource)
-        query = urlencode({"fieldManager": names.FIELD_MANAGER, "force": str(force).lower()})
-        return await self._call("APPLY", kind, f"{path}?{query}", body, _APPLY)
+        query = {"fieldManager": names.FIELD_MANAGER, "force": str(force).lower()} | (
+            {"dryRun": "All"} if dry_run else {}
+        )
+        return await self._call("DRYAPPLY" if dry_run else "APPLY", kind, f"{path}?{urlencode(query)}", body, _APPLY)
 
     async def create(self, kind: Kind, body: Body, *, dry_run: bool = False) -> Body:
         """Create an object and return it. Raises ConflictError if it exists."""
@@ -147,7 +149,14 @@ class Api:
         return await loop.run_in_executor(self._threads, self._send, verb, path, body, content, accept)
 
     def _send(self, verb: str, path: str, body: Body | None, content: str, accept: str) -> Body:
-        methods = {"LIST": "GET", "APPLY": "PATCH", "CREATE": "POST", "DRYRUN": "POST", "UPDATE": "PUT"}
+        methods = {
+            "LIST": "GET",
+            "APPLY": "PATCH",
+            "DRYAPPLY": "PATCH",
+            "CREATE": "POST",
+            "DRYRUN": "POST",
+            "UPDATE": "PUT",
+        }
         headers = {"Accept": accept, "Content-Type": content, "User-Agent": names.COMPONENT}
         # Read at each call, since the kubelet rotates the pod's token.
         settings: dict[str, Any] = dict(self._configuration.auth_settings())

@@ -6,6 +6,7 @@ and we take the field back.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable
@@ -27,6 +28,10 @@ Body = dict[str, Any]
 _log = logging.getLogger(__name__)
 # The API server limits an event's message to 1,024 characters.
 _EVENT_CHARACTERS_MAX = 1000
+# An admission webhook without dry runs is answered so.
+_NO_DRY_RUN = "does not support dry run"
+# A change of an object that was deleted, and of which another one was made under its name.
+_OTHER_UID = ("metadata.uid", "uid mismatch")
 # No object has this version. An apply that asks for it creates the object, and conflicts if there is one.
 _NO_VERSION = "1"
 
@@ -56,59 +61,58 @@ class Applier:
         self._guard = guard
         # Deployments of which an object was written since their reconcile began.
         self.written: set[Key] = set()
-        # Keys whose Secret or status is not yet written. Retries reuse them, as new ones would leave a Secret behind.
-        self._unwritten: dict[Key, tuple[tuple[str, NewKeys], keys.Keys]] = {}
-
         # The generations for which an event said that there is no PodMonitor.
         self._unmonitored: dict[Key, int] = {}
 
     def forget(self, key: Key) -> None:
         """Drop the state of a deleted deployment."""
         self.written.discard(key)
-        self._unwritten.pop(key, None)
         self._unmonitored.pop(key, None)
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
-        """Create a Secret with new keys and record their public half in the status, where children look it up."""
-        wanted = (observed.uid, new)
-        unwritten = self._unwritten.get(observed.key)
-        if unwritten is None or unwritten[0] != wanted:
-            unwritten = self._unwritten[observed.key] = wanted, keys.make(new.accepted)
-        made = unwritten[1]
-        name = f"{observed.key.name}-keys-{made.fingerprint}"
-        body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, made.text)
-        self._guard()
-        try:
+        """Create a Secret with new keys and record their public half in the status, where children look it up.
+
+        The status names the Secret before it exists, so that after a failure or the operator's end the next attempt
+        takes it over, without reading it.
+        """
+        known = observed.status.get("keys") or {}
+        pending = known.get("pending")
+        if not pending or not await self._exists(keys_secret(*observed.key, observed.uid, pending["secret"], "")):
+            made = keys.make(new.accepted)
+            name = f"{observed.key.name}-keys-{made.fingerprint}"
+            pending = {"secret": name, "accepted": list(made.accepted)}
+            status, _ = observed.served.part({**observed.status, "keys": {**known, "pending": pending}})
+            observed = dataclasses.replace(observed, body=await self.write_status(observed, status))
+            body = keys_secret(*observed.key, observed.uid, name, made.text)
+            self._guard()
             await self._writing(observed.key, self._api.create(kinds.SECRET, body))
-        except ConflictError as error:
-            if error.cause != "AlreadyExists":
-                raise
-            # An earlier attempt created it but its response was lost. Only this operator knows keys of this name.
-            _log.info("%s/%s: keys: %s", *observed.key, error, extra=observed.key.about())
-        entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
+        entry = {"revision": new.revision, **pending}
         entry |= {"previous": new.previous} if new.previous else {}
         await self.write_status(observed, {**observed.status, "keys": entry})
-        del self._unwritten[observed.key]
 
     async def secret_is_missing(self, observed: Observed) -> bool:
-        """Whether the Secret that the status names is gone. Uses a dry-run create, since we may not read Secrets."""
+        """Whether the Secret that the status names is gone."""
         name = (observed.status.get("keys") or {}).get("secret")
         if not name:
             return False
-        body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, "")
         try:
-            await self._api.create(kinds.SECRET, body, dry_run=True)
+            return not await self._exists(keys_secret(*observed.key, observed.uid, name, ""))
+        except RefusedError:
+            return False
+
+    async def _exists(self, secret: Body) -> bool:
+        """Whether a Secret of this name exists. Uses a dry-run create, since we may not read Secrets."""
+        try:
+            await self._api.create(kinds.SECRET, secret, dry_run=True)
         except ConflictError as error:
             if error.cause != "AlreadyExists":
                 raise
-            return False
-        except RefusedError:
-            return False
-        return True
+            return True
+        return False
 
     async def warnings(self, observed: Observed) -> dict[str, Warned]:
         """Return the newest warning about each DaemonSet and pod of the deployment, by its uid."""
-        ours = {agent.pod.uid for agent in observed.agents}
+        ours = {pod.uid for pod in (*(agent.pod for agent in observed.agents), *observed.engine_pods)}
         ours |= {
             body["metadata"]["uid"] for child, body in observed.children.items() if child.kind == kinds.DAEMON_SET.name
         }
@@ -131,10 +135,16 @@ class Applier:
         self._world.take_child(kinds.POD_MONITOR, found)
 
     async def apply_children(self, observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> Refusal | None:
-        """Apply children in order. Stop at the first that the API server refuses, and return it."""
-        for kind, body in children:
+        """Apply children in order. Stop at the first that the API server refuses, and return it.
+
+        If there are several DaemonSets, nothing is applied unless the API server accepts each one: the agents of one role
+        must not be replaced, and engines there left without the others'.
+        """
+        sets = [(kind, body) for kind, body in children if kind is kinds.DAEMON_SET]
+        tries = [(self._try_child, *child) for child in sets if len(sets) > 1]
+        for step, kind, body in (*tries, *((self._apply_child, *child) for child in children)):
             try:
-                await self._apply_child(observed, kind, body)
+                await step(observed, kind, body)
             except (RefusedError, NotFoundError, StrangerError) as error:
                 # NotFound also means that the kind is not installed, which is possible for PodMonitor.
                 if isinstance(error, ApiError):
@@ -146,6 +156,20 @@ class Applier:
                     continue
                 return Refusal(name, str(error), observed.generation)
         return None
+
+    async def _try_child(self, observed: Observed, kind: Kind, body: Body) -> None:
+        """Raise RefusedError if the API server would refuse a child. An object of another owner is left to `_apply_child`."""
+        before = observed.children.get(ChildKey(kind.name, body["metadata"]["name"]))
+        if before is not None and not is_ours(before, observed.uid):
+            return
+        bound = _at(body, resourceVersion=_NO_VERSION) if before is None else _at(body, uid=before["metadata"]["uid"])
+        try:
+            await self._api.apply(kind, bound, force=before is not None, dry_run=True)
+        except ConflictError:
+            return
+        except RefusedError as error:
+            if not any(words in str(error) for words in (_NO_DRY_RUN, *_OTHER_UID)):
+                raise
 
     async def _miss_monitor(self, observed: Observed, text: str) -> None:
         """Tell once for each generation that the PodMonitor cannot be made."""
@@ -191,7 +215,7 @@ class Applier:
         try:
             return await self._applied(observed, kind, bound)
         except (ConflictError, RefusedError) as error:
-            if "metadata.uid" in str(error) or "uid mismatch" in str(error):
+            if any(words in str(error) for words in _OTHER_UID):
                 raise ChangedError(str(error)) from error
             raise
 
@@ -215,8 +239,8 @@ class Applier:
             await self._api.delete(kinds.of(child.kind), observed.key.namespace, child.name, uid)
             self._world.children.get(observed.key, {}).pop(child, None)
 
-    async def write_status(self, observed: Observed, status: Body) -> None:
-        """Replace the observed status.
+    async def write_status(self, observed: Observed, status: Body) -> Body:
+        """Replace the observed status; return the deployment.
 
         Raises:
             GoneError: the deployment was deleted, or recreated under the same name.
@@ -233,12 +257,14 @@ class Applier:
         self._guard()
         writing = self._api.apply(kinds.DEPLOYMENT, body, force=True, subresource="status")
         try:
-            self._world.take_status(observed.key, await self._writing(observed.key, writing))
+            written = await self._writing(observed.key, writing)
         except UndeclaredFieldError as error:
             # The schema could not be read, or has changed since.
             row = reason(ConditionType.DEFINITION_MATCHES, "FieldsUnknown")
             await self._say(observed, "Warning", row.name, f"{error}. {row.remedy}", row.condition.value, again=False)
             raise
+        self._world.take_status(observed.key, written)
+        return written
 
     async def tell(self, observed: Observed, transitions: tuple[Transition, ...]) -> None:
         """Post an event for each transition that a user should see."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import kopf
@@ -30,13 +30,13 @@ _CONNECT_S = 10.0
 _IDLE_S = 0.2
 
 
-def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.OperatorRegistry:
-    """Return the handlers of one operator."""
+def register(world: World, queue: WorkQueue, group: Sequence[Kind]) -> kopf.OperatorRegistry:
+    """Return the handlers of these kinds."""
     registry = kopf.OperatorRegistry()
     # The same login as in `api`: the pod's ServiceAccount or, outside a cluster, the kubeconfig.
     kopf.on.login(id="service-account", registry=registry)(log_in_with_service_account)
     kopf.on.login(id="kubeconfig", registry=registry)(kopf.login_with_kubeconfig)
-    for kind in watched(settings):
+    for kind in group:
         handler = _handler(world, queue, kind)
         if kind.group:
             kopf.on.event(kind.group, kind.version, kind.plural, id=kind.name, registry=registry)(handler)
@@ -60,8 +60,8 @@ def log_in_with_service_account(**arguments: Any) -> kopf.ConnectionInfo | None:
     return dataclasses.replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
 
 
-def configure(settings: Settings) -> kopf.OperatorSettings:
-    """Return kopf's settings."""
+def configure(settings: Settings, group: Sequence[Kind]) -> kopf.OperatorSettings:
+    """Return kopf's settings for watches of these kinds."""
     found = kopf.OperatorSettings()
     found.posting.enabled = False
     found.persistence.diffbase_storage = NoDiffBase()
@@ -73,21 +73,30 @@ def configure(settings: Settings) -> kopf.OperatorSettings:
     found.watching.connect_timeout = _CONNECT_S
     found.networking.request_timeout = settings.request_timeout_s
     found.process.ultimate_exiting_timeout = _EXIT_LIMIT_S
-    for kind in watched(settings):
-        if kind not in {kinds.DEPLOYMENT, kinds.NODE}:
+    for kind in group:
+        if kind.label:
             key: Any = (kind.group, kind.version, kind.plural) if kind.group else (kind.version, kind.plural)
-            found.watching.label_selectors[key] = names.DEPLOYMENT_LABEL
+            found.watching.label_selectors[key] = kind.label
     return found
 
 
-async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
-    """Run all watches until the process receives SIGTERM or SIGINT."""
+def watches(world: World, queue: WorkQueue, settings: Settings) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return all watches, by name. Each runs until the process receives SIGTERM or SIGINT, or another one did.
+
+    kopf has one selector for all pods, so the pods of engines have an operator of kopf for themselves.
+    """
+    groups = {"watches": [kind for kind in watched(settings) if kind is not kinds.ENGINE_POD]}
+    groups["watch of engine pods"] = [kinds.ENGINE_POD]
+    return {name: _watch(register(world, queue, group), settings, group) for name, group in groups.items()}
+
+
+async def _watch(registry: kopf.OperatorRegistry, settings: Settings, group: Sequence[Kind]) -> None:
     everywhere = not settings.watch_namespace
     # Only peering, which is off, would use it. kopf's default looks up the user's name, which a pod may lack.
     identity: Any = names.COMPONENT
     await kopf.operator(
         registry=registry,
-        settings=configure(settings),
+        settings=configure(settings, group),
         standalone=True,
         identity=identity,
         clusterwide=everywhere,
@@ -99,7 +108,9 @@ def _handler(world: World, queue: WorkQueue, kind: Kind) -> Callable[..., Corout
     async def take(event: Any, **_: Any) -> None:
         body, deleted = event["object"], event["type"] == "DELETED"
         # Changed counts can be batched. A new spec or a deleted child is handled at once.
-        urgent = (deleted and kind not in {kinds.POD, kinds.NODE}) or (kind is kinds.DEPLOYMENT and world.is_new(body))
+        urgent = (deleted and kind not in {kinds.POD, kinds.ENGINE_POD, kinds.NODE}) or (
+            kind is kinds.DEPLOYMENT and world.is_new(body)
+        )
         queue.add(world.take(kind, body, deleted=deleted), urgent=urgent)
 
     return take

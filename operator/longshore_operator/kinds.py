@@ -9,13 +9,19 @@ from longshore_spec import names
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of object. `group` is empty for the core group."""
+    """One kind of object.
+
+    Attributes:
+        group: empty for the core group.
+        label: of the objects that the operator watches; empty: all.
+    """
 
     name: str
     group: str
     version: str
     plural: str
     namespaced: bool = True
+    label: str = ""
 
     @property
     def api_version(self) -> str:
@@ -24,14 +30,16 @@ class Kind:
 
 
 DEPLOYMENT = Kind(names.KIND, names.API_GROUP, names.API_VERSION, names.PLURAL)
-SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
-CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
+SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts", label=names.DEPLOYMENT_LABEL)
+CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps", label=names.DEPLOYMENT_LABEL)
 SECRET = Kind("Secret", "", "v1", "secrets")
-SERVICE = Kind("Service", "", "v1", "services")
-NETWORK_POLICY = Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies")
+SERVICE = Kind("Service", "", "v1", "services", label=names.DEPLOYMENT_LABEL)
+NETWORK_POLICY = Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies", label=names.DEPLOYMENT_LABEL)
 POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
-DAEMON_SET = Kind("DaemonSet", "apps", "v1", "daemonsets")
-POD = Kind("Pod", "", "v1", "pods")
+DAEMON_SET = Kind("DaemonSet", "apps", "v1", "daemonsets", label=names.DEPLOYMENT_LABEL)
+POD = Kind("Pod", "", "v1", "pods", label=names.DEPLOYMENT_LABEL)
+# A pod of an engine. Its name here, which metrics show, is not the one of manifests.
+ENGINE_POD = Kind("EnginePod", "", "v1", "pods", label=names.INJECT_LABEL)
 NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
@@ -41,7 +49,7 @@ LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET, POD_MONITOR)
 # Watched by our label. Secrets are missing because the operator may not read them.
 WATCHED_CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET)
-_BY_NAME = {kind.name: kind for kind in (DEPLOYMENT, *CHILDREN, SECRET, POD, NODE, EVENT, LEASE)}
+_BY_NAME = {kind.name: kind for kind in (DEPLOYMENT, *CHILDREN, SECRET, POD, ENGINE_POD, NODE, EVENT, LEASE)}
 
 
 def of(name: str) -> Kind:

@@ -80,7 +80,6 @@ async def _run(settings: Settings) -> int:
         )
 
     server = await health.serve(settings, check, show)
-    registry = handlers.register(world, queue, settings)
     parts: dict[str, Coroutine[Any, Any, None]] = {
         "lease": mutex.run(),
         "polls": _after(check.started, poller.run()),
@@ -92,14 +91,14 @@ async def _run(settings: Settings) -> int:
         },
     }
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
-    watching = asyncio.create_task(handlers.watch(registry, settings), name="watches")
+    watching = [asyncio.create_task(part, name=name) for name, part in handlers.watches(world, queue, settings).items()]
     try:
-        done, _ = await asyncio.wait([*tasks, watching], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*tasks, *watching], return_when=asyncio.FIRST_COMPLETED)
         return _judge(done, watching)
     finally:
-        for task in [*tasks, watching]:
+        for task in [*tasks, *watching]:
             task.cancel()
-        for task in [*tasks, watching]:
+        for task in [*tasks, *watching]:
             with suppress(asyncio.CancelledError, Exception):
                 await task
         await mutex.release()
@@ -113,9 +112,9 @@ async def _after(started: asyncio.Event, part: Coroutine[Any, Any, None]) -> Non
     await part
 
 
-def _judge(done: set[asyncio.Task[None]], watching: asyncio.Task[None]) -> int:
+def _judge(done: set[asyncio.Task[None]], watching: Sequence[asyncio.Task[None]]) -> int:
     """Return the exit status. Watches end on a signal; every other task that ends is a fault."""
-    failed = [task for task in done if task is not watching or task.exception() is not None]
+    failed = [task for task in done if task not in watching or task.exception() is not None]
     for task in failed:
         _log.error("%s ended", task.get_name(), exc_info=task.exception())
     return 1 if failed else 0

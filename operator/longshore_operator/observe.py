@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator.served import Served
-from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
+from longshore_operator.world import AgentPod, ChildKey, EnginePod, Key, Node, World
 from longshore_spec.names import HARMLESS_WARNINGS
 from longshore_spec.status import AgentStatus
 
@@ -80,8 +80,9 @@ class Observed:
         body: the DisaggDeployment as the API server returns it.
         settled: versions of children that differ from their rendering although an apply leaves them unchanged.
         nodes: by name; None if the operator may not read nodes.
+        engine_pods: of both roles, in any order.
         warnings: the cluster's warning events about DaemonSets and pods, the newest of each object, by its uid. Read
-            only while agents are missing or not ready.
+            only while agents are missing or not ready, or pods of engines start.
         now: RFC 3339 with whole seconds, for conditions whose status changes.
         keys_missing: the Secret that the status names is gone.
         served: what the CRD has.
@@ -93,6 +94,7 @@ class Observed:
     children: Mapping[ChildKey, Body]
     settled: Mapping[ChildKey, str]
     agents: tuple[Agent, ...]
+    engine_pods: tuple[EnginePod, ...]
     nodes: Mapping[str, Node] | None
     neighbours: tuple[Neighbour, ...]
     refusal: Refusal | None
@@ -149,6 +151,7 @@ def observe(
         children=dict(world.children.get(key, {})),
         settled={child: version for (owner, child), version in world.settled.items() if owner == key},
         agents=tuple(_agent(world, pod, moment) for pod in world.pods_of(key)),
+        engine_pods=tuple(world.engine_pods.get(key, {}).values()),
         nodes=world.nodes if sees_nodes else None,
         neighbours=tuple(
             Neighbour(other, tuple(sorted(nodes)), world.deployments[other])

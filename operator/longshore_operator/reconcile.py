@@ -20,10 +20,12 @@ from longshore_operator.lease import LostLeaseError, Mutex
 from longshore_operator.metrics import Metrics
 from longshore_operator.observe import Moment, Observed, Refusal, Warned, observe
 from longshore_operator.ownership import Claim, LeaseWatch, may_claim
-from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory
-from longshore_operator.settings import Settings, listed
+from longshore_operator.render.wanted import ImageChoice, MpsDirectory
+from longshore_operator.settings import TEXTS, Settings, listed
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key, World
+from longshore_spec.environment import from_json
+from longshore_spec.permission import Allowed
 
 _log = logging.getLogger(__name__)
 # A refused child is retried after this, since its quota may have been raised; a deployment of another operator is
@@ -81,12 +83,10 @@ class Reconciler:
             runtime_class=settings.agent_runtime_class,
             operator_image=settings.operator_image,
             log_format=settings.log_format,
-            allowed=Allowed(
-                frozenset(listed(settings.allow)),
-                frozenset(listed(settings.allow_capabilities)),
-                listed(settings.allow_host_paths),
-                MpsDirectory(settings.mps_host_directory, settings.mps_pipe_directory or settings.mps_host_directory),
-            ),
+            allowed=from_json(settings.allow, Allowed),
+            pod_labels=tuple(from_json(settings.agent_pod_labels, TEXTS).items()),
+            pod_annotations=tuple(from_json(settings.agent_pod_annotations, TEXTS).items()),
+            mps=MpsDirectory(settings.mps_host_directory, settings.mps_pipe_directory or settings.mps_host_directory),
         )
         self._claim = Claim.of(settings)
         self._leases = LeaseWatch(api)
@@ -98,25 +98,12 @@ class Reconciler:
             key = await self._queue.take()
             await ready()
             started_s = time.monotonic()
-            failed = False
+            failed = True
             self._applier.written.discard(key)
             try:
-                await self.reconcile(key)
-                self._of(key).failing_s = None
-            except (GoneError, LostLeaseError) as error:
-                _log.info("%s/%s: left: %s", *key, error, extra=key.about())
-            except ChangedError as error:
-                failed = True
-                _log.info("%s/%s: changed meanwhile: %s", *key, error, extra=key.about())
-                await self._tell_failure(key, error)
-            except ApiError as error:
-                failed = True
-                self._metrics.failed(error.error_class)
-                _log.warning("%s/%s: %s", *key, error, extra=key.about(error.error_class))
-                await self._tell_failure(key, error)
+                failed = await self._fails(key)
             except Exception:  # noqa: BLE001 - see below
                 # A bug must not stop the reconciles of other deployments. It is counted and logged with its traceback.
-                failed = True
                 self._metrics.failed("internal")
                 _log.exception("%s/%s: internal error of the operator", *key, extra=key.about())
             kept = self._of(key)
@@ -127,6 +114,24 @@ class Reconciler:
             self._metrics.reconciled(time.monotonic() - started_s)
             if key not in self._world.deployments:
                 self._kept.pop(key, None)
+
+    async def _fails(self, key: Key) -> bool:
+        """Reconcile one deployment, and return whether requests failed. If they do for long, the status tells it."""
+        try:
+            await self.reconcile(key)
+            self._of(key).failing_s = None
+        except (GoneError, LostLeaseError) as error:
+            _log.info("%s/%s: left: %s", *key, error, extra=key.about())
+        except ChangedError as error:
+            _log.info("%s/%s: changed meanwhile: %s", *key, error, extra=key.about())
+            await self._tell_failure(key, error)
+            return True
+        except ApiError as error:
+            self._metrics.failed(error.error_class)
+            _log.warning("%s/%s: %s", *key, error, extra=key.about(error.error_class))
+            await self._tell_failure(key, error)
+            return True
+        return False
 
     async def reconcile(self, key: Key) -> None:
         """Make one deployment and its status match its spec."""

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from longshore_operator import metrics, settings
 from longshore_spec import condition_reasons
 from longshore_spec.definition import ANNOTATION, digest
+from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_VARIABLES
 
 CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
 CHART_COPY = Path("charts/longshore/files/disaggdeployments.longshore.dev.yaml")
@@ -25,6 +26,8 @@ _MADE = "<!-- Made by `python -m longshore_operator.reference`; do not edit. -->
 
 _BOTH = {"prefill", "decode"}
 _ROLES = "<role>"
+# Ends descriptions of fields with a default, which `kubectl explain` does not show otherwise.
+_DEFAULT = " Default: "
 
 Schema = dict[str, Any]
 
@@ -49,9 +52,20 @@ def pages(definition: str) -> dict[Path, str]:
         folder / "operator.md": _page(
             "The operator's settings and metrics",
             "Environment variables of the operator. The chart sets them from its values. An unknown `LONGSHORE_` variable is an error.",
-            f"{settings.reference()}\n\n## Metrics\n\n{metrics.reference()}\n",
+            f"{settings.reference()}\n\n{_variables()}\n\n## Metrics\n\n{metrics.reference()}\n",
         ),
     }
+
+
+def _variables() -> str:
+    """Return the variables that every author may give agents."""
+    listed = {
+        "Settings of the agent, see [settings](settings.md)": AGENT_VARIABLES,
+        "Libraries, see their own pages": LIBRARY_VARIABLES,
+    }
+    rows = [f"{title}: {', '.join(f'`{name}`' for name in names)}." for title, names in listed.items()]
+    lead = "`agents.env` of a deployment takes these. Others of libraries need the chart's value `allow.variables`."
+    return "\n\n".join(["## Variables of agents", lead, *rows])
 
 
 def _stamped(definition: str, spec: Schema) -> str:
@@ -93,7 +107,7 @@ def _rows(schema: Schema, path: str, *, is_spec: bool) -> Iterator[str]:
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
         given = f" {text} |" if is_spec else ""
-        yield f"| {shown} | {_type(entry)} |{given} {entry['description']} |"
+        yield f"| {shown} | {_type(entry)} |{given} {entry['description'].partition(_DEFAULT)[0]} |"
         if f"{path}{name}" == f"{_ROLES}.agents":
             # The same as in `agents`, where they are listed.
             continue

@@ -12,12 +12,13 @@ from typing import Any
 from longshore_spec import environment
 from longshore_spec.environment import variable
 from longshore_spec.log_lines import LogFormat, LogLevel
+from longshore_spec.permission import Allowed
 from longshore_wire.errors import ConfigError
 
 DEFAULT_IMAGE = "longshore-agent:0.1.0"
 DEFAULT_OPERATOR_IMAGE = "longshore-operator:0.1.0"
-# Fields of `spec.agents` that touch the whole node or the cluster.
-ALLOWABLE = ("image", "hostNetwork", "hostIPC", "networkPolicy")
+# What labels and annotations are in JSON.
+TEXTS = dict[str, str]
 
 
 def _row(default: Any, unit: str, meaning: str) -> Any:
@@ -43,14 +44,10 @@ class Settings:
     agent_image_pull_policy: str = _row("IfNotPresent", "", "Image pull policy of agents.")
     agent_image_pull_secrets: str = _row("", "", "Names of image pull Secrets of agents, separated by commas.")
     agent_runtime_class: str = _row("", "", "RuntimeClass of agents whose deployment names none. Empty: the cluster's.")
+    agent_pod_labels: str = _row("", "", "Labels of all agents' pods, in JSON. Those of a deployment override them.")
+    agent_pod_annotations: str = _row("", "", "Annotations of all agents' pods, in the same way.")
     operator_image: str = _row(DEFAULT_OPERATOR_IMAGE, "", "Image of the operator, for the init container of agents.")
-    allow: str = _row(
-        "", "", "Fields that deployments may use, by commas: image, hostNetwork, hostIPC, networkPolicy (to have none)."
-    )
-    allow_capabilities: str = _row("", "", "Linux capabilities that agents may get, by commas, such as IPC_LOCK.")
-    allow_host_paths: str = _row(
-        "", "", "Paths of nodes that agents may mount, with all below, by commas, such as /dev/infiniband."
-    )
+    allow: str = _row("", "", "What deployments may use, in JSON: the chart's value `allow`. Empty: nothing.")
     mps_host_directory: str = _row(
         "",
         "",
@@ -98,8 +95,12 @@ class Settings:
             faults.append(
                 f"{variable('lease_renew_s')}: three renewals must fit {variable('lease_s')}: make it shorter"
             )
-        unknown = sorted(set(listed(self.allow)) - set(ALLOWABLE))
-        faults += [f"{variable('allow')}: {name} is none of {', '.join(ALLOWABLE)}" for name in unknown]
+        in_json = {"allow": Allowed, "agent_pod_labels": TEXTS, "agent_pod_annotations": TEXTS}
+        for name, kind in in_json.items():
+            try:
+                environment.from_json(getattr(self, name), kind)
+            except ConfigError as error:
+                faults += [f"{variable(name)}: {fault}" for fault in error.faults]
         for name in ("mps_host_directory", "mps_pipe_directory"):
             if (path := getattr(self, name)) and not path.startswith("/"):
                 faults.append(f"{variable(name)}: {path} is no absolute path")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longshore_operator import kinds, names
+from longshore_operator import kinds
 from longshore_operator.api import Api
 from longshore_operator.errors import ApiError
 from longshore_operator.kinds import Kind
@@ -80,7 +81,7 @@ class WatchCheck:
         self._world = world
         self._settings = settings
         self._lag = WatchLag(world.delivered)
-        self._tasks: set[str] = set()
+        self._tasks: Counter[str] = Counter()
         self.started = asyncio.Event()
 
     def lags_s(self) -> dict[str, float]:
@@ -89,7 +90,8 @@ class WatchCheck:
 
     def ended(self) -> list[str]:
         """Return the watches whose task has ended. kopf keeps running without them and reports nothing."""
-        alive = {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith(_TASK_PREFIX)}
+        # The two watches of pods have the same name.
+        alive = Counter(name for task in asyncio.all_tasks() if (name := task.get_name()).startswith(_TASK_PREFIX))
         self._tasks |= alive
         return sorted(self._tasks - alive)
 
@@ -124,10 +126,9 @@ class WatchCheck:
 
     async def _check(self, kind: Kind) -> None:
         before = dict(self._world.delivered.get(kind.name, {}))
-        label = "" if kind in {kinds.DEPLOYMENT, kinds.NODE} else names.DEPLOYMENT_LABEL
         namespace = self._settings.watch_namespace if kind.namespaced else ""
         try:
-            found: Iterator[dict[str, Any]] = await self._api.metadata(kind, namespace, label)
+            found: Iterator[dict[str, Any]] = await self._api.metadata(kind, namespace)
         except ApiError as error:
             # Without a list nothing is known. An unavailable API server is no fault of the watch.
             _log.warning("watches: %s", error)
@@ -140,4 +141,4 @@ class WatchCheck:
 def watched(settings: Settings) -> Sequence[Kind]:
     """Return the kinds that are watched."""
     optional = (kinds.NODE,) if settings.watch_nodes else ()
-    return (kinds.DEPLOYMENT, *kinds.WATCHED_CHILDREN, kinds.POD, *optional)
+    return (kinds.DEPLOYMENT, *kinds.WATCHED_CHILDREN, kinds.POD, kinds.ENGINE_POD, *optional)

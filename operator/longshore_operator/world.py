@@ -14,10 +14,12 @@ from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.served import Served
 from longshore_spec import taints
+from longshore_spec.names import INJECT_LABEL, ROLES
 from longshore_spec.status import AgentStatus
 from longshore_spec.taints import Taint
 
 Body = dict[str, Any]
+_HOST_NAME_MAX = 63
 
 
 class Key(NamedTuple):
@@ -48,16 +50,14 @@ class Node:
     ready: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class AgentPod:
-    """The cached part of an agent's pod.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """The cached part of any pod.
 
     Attributes:
-        roles: the roles of its node, as names of groups.
-        config, keys, template: digests of the config, the keys and the pod template that it was started with.
+        node: empty: none yet.
         trouble: why it is not ready, if the kubelet or scheduler reports a cause.
         starting: its containers are starting for the first time, without a failure so far.
-        unprobed_since: when its containers started (RFC 3339) if no probe has found it ready since; else empty.
         created: RFC 3339.
     """
 
@@ -65,6 +65,35 @@ class AgentPod:
     uid: str
     name: str
     node: str
+    trouble: str = ""
+    starting: bool = False
+    ending: bool = False
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePod(Pod):
+    """The cached part of an engine's pod.
+
+    Attributes:
+        role: `prefill` or `decode`.
+        host: the host name that its engines see.
+    """
+
+    role: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPod(Pod):
+    """The cached part of an agent's pod.
+
+    Attributes:
+        roles: the roles of its node, as names of groups.
+        config, keys, template: digests of the config, the keys and the pod template that it was started with.
+        unprobed_since: when its containers started (RFC 3339) if no probe has found it ready since; else empty.
+    """
+
     address: str
     http_port: int
     ready: bool
@@ -72,11 +101,7 @@ class AgentPod:
     roles: str = names.BOTH
     keys: str = ""
     template: str = ""
-    trouble: str = ""
-    starting: bool = False
     unprobed_since: str = ""
-    ending: bool = False
-    created: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +125,7 @@ class World:
     deployments: dict[Key, Body] = field(default_factory=dict)
     children: dict[Key, dict[ChildKey, Body]] = field(default_factory=lambda: defaultdict(dict))
     pods: dict[str, AgentPod] = field(default_factory=dict)
+    engine_pods: dict[Key, dict[str, EnginePod]] = field(default_factory=lambda: defaultdict(dict))
     nodes: dict[str, Node] = field(default_factory=dict)
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
@@ -109,6 +135,7 @@ class World:
     delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))
     _pods_on: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _engine_pod_keys: dict[str, Key] = field(default_factory=dict)
 
     def take(self, kind: Kind, body: Body, *, deleted: bool) -> set[Key]:
         """Store an object from a watch; return the deployments that it concerns."""
@@ -121,6 +148,8 @@ class World:
             return self._take_deployment(body, deleted)
         if kind is kinds.POD:
             return self._take_pod(body, deleted)
+        if kind is kinds.ENGINE_POD:
+            return self._take_engine_pod(body, deleted)
         if kind is kinds.NODE:
             return self._take_node(body, deleted)
         return self.take_child(kind, body, deleted=deleted)
@@ -209,6 +238,18 @@ class World:
             return set()
         return {pod.key} | (set(self.neighbours(pod.key)) if before is None or before.node != pod.node else set())
 
+    def _take_engine_pod(self, body: Body, deleted: bool) -> set[Key]:
+        uid, pod = body["metadata"]["uid"], None if deleted else read_engine_pod(body)
+        # The label of a pod can be changed.
+        was = self._engine_pod_keys.pop(uid, None)
+        before = None if was is None else self.engine_pods[was].pop(uid)
+        if was is not None and not self.engine_pods[was]:
+            del self.engine_pods[was]
+        if pod is not None:
+            self._engine_pod_keys[uid] = pod.key
+            self.engine_pods[pod.key][uid] = pod
+        return {found.key for found in (before, pod) if found is not None and before != pod}
+
     def _forget(self, pod: AgentPod, before: AgentPod | None) -> None:
         for index, name in ((self._pods_of, pod.key), (self._pods_on, (before or pod).node)):
             index[name].discard(pod.uid)  # type: ignore[index]
@@ -253,13 +294,10 @@ def read_pod(body: Body) -> AgentPod | None:
     deployment = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
     if deployment is None:
         return None
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
-    trouble = "" if ready else _trouble(status)
+    ready = _is_ready(status)
+    common = _common(body, Key(metadata["namespace"], deployment))
     return AgentPod(
-        key=Key(metadata["namespace"], deployment),
-        uid=metadata["uid"],
-        name=metadata["name"],
-        node=(body.get("spec") or {}).get("nodeName") or _wanted_node(body),
+        **common,
         address=status.get("podIP") or "",
         http_port=_http_port(body),
         ready=ready and not metadata.get("deletionTimestamp"),
@@ -267,12 +305,41 @@ def read_pod(body: Body) -> AgentPod | None:
         roles=metadata["labels"].get(names.ROLES_LABEL, names.BOTH),
         keys=(metadata.get("annotations") or {}).get(names.KEYS_ANNOTATION, ""),
         template=(metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION, ""),
-        trouble=trouble,
-        starting=not ready and not trouble and _is_starting(status),
-        unprobed_since="" if ready or trouble else _unprobed_since(status),
-        ending=bool(metadata.get("deletionTimestamp")),
-        created=str(metadata.get("creationTimestamp") or ""),
+        unprobed_since="" if ready or common["trouble"] else _unprobed_since(status),
     )
+
+
+def read_engine_pod(body: Body) -> EnginePod | None:
+    """Return the cached part of an engine's pod; None if its label names no role, or if it has ended as it should."""
+    metadata, spec = body["metadata"], body.get("spec") or {}
+    deployment, _, role = metadata.get("labels", {}).get(INJECT_LABEL, "").rpartition(".")
+    if not deployment or role not in ROLES or (body.get("status") or {}).get("phase") == "Succeeded":
+        return None
+    common = _common(body, Key(metadata["namespace"], deployment))
+    # The kubelet cuts a pod's name to what a host name may have.
+    host = spec.get("hostname") or metadata["name"][:_HOST_NAME_MAX].rstrip("-.")
+    return EnginePod(**common, role=role, host=common["node"] if spec.get("hostNetwork") else host)
+
+
+def _common(body: Body, key: Key) -> dict[str, Any]:
+    """Return the arguments of `Pod`."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    ready = _is_ready(status)
+    trouble = "" if ready else _trouble(status)
+    return {
+        "key": key,
+        "uid": metadata["uid"],
+        "name": metadata["name"],
+        "node": (body.get("spec") or {}).get("nodeName") or _wanted_node(body),
+        "trouble": trouble,
+        "starting": not ready and not trouble and _is_starting(status),
+        "ending": bool(metadata.get("deletionTimestamp")),
+        "created": str(metadata.get("creationTimestamp") or ""),
+    }
+
+
+def _is_ready(status: Body) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
 
 
 def _wanted_node(body: Body) -> str:

@@ -6,21 +6,25 @@ Called by the operator and the command line. The API server checks the values, w
 from __future__ import annotations
 
 import difflib
+import posixpath
 from collections.abc import Iterator
 from typing import Any
 
 from longshore_spec import names, pod_settings
 from longshore_spec.manifest import Spec
 from longshore_spec.node_groups import Group, groups
-from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, PodSettings, entry_key
-from longshore_wire.names import ENVIRONMENT_PREFIX, RUN_DIRECTORY
+from longshore_spec.pod_settings import AGENT_VARIABLES, PodSettings, VolumeMount, entry_key
+from longshore_wire.names import ENVIRONMENT_PREFIX
 
 Body = dict[str, Any]
-# Volumes and folders of the agent's container that are the operator's.
+# Volumes of the agent's container that are the operator's.
 _OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
 # One more volume with `gpu.mps`.
 MPS_VOLUME = "mps"
-_OWN_FOLDERS = ("/etc/longshore", RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
+# The folder for volumes of the manifest. Nothing is loaded from it.
+_MOUNT_FOLDER = "/mnt"
+_DEVICES = "/dev"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a volume of the pod
 
 
 def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
@@ -45,9 +49,11 @@ def faults(spec: Spec) -> list[str]:
         own = (*_OWN_VOLUMES, MPS_VOLUME) if spec.gpu.mps else _OWN_VOLUMES
         taken = [volume.name for volume in settings.volumes if volume.name in own]
         found += [f"{path}.volumes: the agent has a volume {name}: choose another name" for name in taken]
-        hidden = [mount.mount_path for mount in settings.volume_mounts if _hides_own(mount.mount_path)]
+        misplaced = [mount for mount in settings.volume_mounts if not _may_be_mounted(mount, spec, settings)]
         found += [
-            f"{path}.volumeMounts: {folder} would hide a folder of the agent: mount elsewhere" for folder in hidden
+            f"{path}.volumeMounts: {mount.mount_path} is not below {_MOUNT_FOLDER}: mount it there; only a hostPath below "
+            f"{_DEVICES} may have its own path"
+            for mount in misplaced
         ]
     for group in groups(spec):
         pods = merged(spec, group, "")
@@ -71,10 +77,9 @@ def sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
 
 
 def _variable_fault(name: str) -> str:
-    if name in AGENT_VARIABLES or name.startswith(LIBRARY_PREFIXES):
+    """Say what is wrong with a variable of ours. Those of libraries are a matter of `permission`."""
+    if name in AGENT_VARIABLES or not name.startswith(ENVIRONMENT_PREFIX):
         return ""
-    if not name.startswith(ENVIRONMENT_PREFIX):
-        return f"{name} is passed on to no agent: names begin with {', '.join(LIBRARY_PREFIXES)} or are a setting of the agent"
     nearest = difflib.get_close_matches(name, AGENT_VARIABLES, n=1, cutoff=0.0)[0]
     return (
         f"{name} is no setting of the agent, or a field of the spec or the operator sets it; the nearest is {nearest}"
@@ -85,12 +90,16 @@ def _is_reserved(key: str) -> bool:
     return key.partition("/")[0] == names.API_GROUP or key in names.CHILD_LABELS
 
 
-def _hides_own(path: str) -> bool:
-    folder = path.rstrip("/")
-    return any(
-        folder == own or own.startswith(f"{folder}/") or (own.startswith("/etc") and folder.startswith(f"{own}/"))
-        for own in _OWN_FOLDERS
-    )
+def _may_be_mounted(mount: VolumeMount, spec: Spec, settings: PodSettings) -> bool:
+    """Whether a volume hides nothing of the agent: neither its programs nor its settings, keys, sockets and memory."""
+    path = mount.mount_path.rstrip("/")
+    if path != posixpath.normpath(path):
+        return False
+    if path.startswith(f"{_MOUNT_FOLDER}/"):
+        return True
+    volumes = {volume.name: volume for part in (spec.agents, settings) for volume in part.volumes}
+    source = volumes[mount.name].host_path if mount.name in volumes else None
+    return source is not None and path.startswith(f"{_DEVICES}/") and path == source.get("path") != _SHARED_MEMORY
 
 
 def _conflicts(one: Any, other: Any, path: str) -> Iterator[str]:

@@ -95,7 +95,7 @@ TABLE = (
         "InvalidSpec",
         _F,
         "The spec has a contradiction that the API server cannot detect. Agents are not changed.",
-        "The message names each field and its valid values.",
+        "Correct the fields that the message names.",
     ),
     Reason(
         _C.COMPATIBLE,
@@ -111,7 +111,7 @@ TABLE = (
         "AgentsNotReady",
         _F,
         "Agents cannot be created, do not start, or run and are not ready.",
-        "The message names up to five nodes and the cause in the words of the cluster or of the agent.",
+        "Remove the cause that the message gives for each node. For more: `kubectl describe daemonsets,pods -l longshore.dev/deployment=<name>`.",
     ),
     Reason(
         _C.AGENTS_READY,
@@ -125,7 +125,7 @@ TABLE = (
         "Paused",
         _F,
         "The spec is paused, and the cluster does not match it.",
-        "The message names what waits. Set spec.paused to false.",
+        "Set spec.paused to false.",
     ),
     Reason(
         _C.AGENTS_READY,
@@ -162,14 +162,14 @@ TABLE = (
         "ChildRefused",
         _F,
         "The API server refused an object that the agents need, or another object has its name.",
-        "The message has the response; common causes are a quota or an admission policy. Delete or rename the other object.",
+        "Change what the response in the message refuses, such as by a quota or an admission policy. Delete or rename the other object.",
     ),
     Reason(
         _C.AGENTS_READY,
         "RequestsFail",
         _F,
         "Requests of the operator to the API server have failed for at least 8 s.",
-        "The message has the response; a common cause is an admission webhook that does not answer. The operator retries.",
+        "Remove the cause of the response in the message, such as an admission webhook that does not answer. The operator retries.",
     ),
     Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "All expected engine instances have registered."),
     Reason(
@@ -178,6 +178,14 @@ TABLE = (
         _F,
         "Fewer engine instances have registered than `instances` says.",
         "Check the engines' pods and logs: one that an agent refuses would be named here.",
+    ),
+    Reason(
+        _C.ENGINES_CONNECTED,
+        "EnginesFailing",
+        _F,
+        "A role has fewer engine instances than `instances` says, or none, and a pod with the label `longshore.dev/inject` for "
+        "it is not scheduled, does not start or crashes.",
+        "Remove the cause that the message gives for each pod. For more: `kubectl describe pod <pod>`, and the pod's log.",
     ),
     Reason(
         _C.ENGINES_CONNECTED,
@@ -203,7 +211,7 @@ TABLE = (
         "PeersLost",
         _F,
         "A worker has lost or refused a peer.",
-        "The message names the worker and the peer; `/v1/status` of the agent has the peer's error.",
+        "`longshore status <name>` shows the error of the peer that the message names: remove its cause.",
     ),
     Reason(
         _C.PEERS_CONNECTED,
@@ -242,7 +250,7 @@ TABLE = (
         "NodesShared",
         _T,
         "Agents of another deployment run on the same nodes.",
-        "The message has their total staging per rank: check that the GPUs have memory for it.",
+        "Check that the GPUs have memory for the total staging per rank in the message.",
     ),
     Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
     Reason(

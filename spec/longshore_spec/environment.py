@@ -13,10 +13,15 @@ import re
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
+from longshore_wire.errors import ConfigError
 from longshore_wire.names import ENGINE_PREFIX, ENVIRONMENT_PREFIX
+
+T = TypeVar("T")
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 # Kubernetes injects these for each Service into pods of its namespace, all with the Service's name before them.
@@ -32,6 +37,18 @@ _NOTHING = "Auto"
 def variable(name: str) -> str:
     """Return the environment variable of the setting `name`."""
     return ENVIRONMENT_PREFIX + name.upper()
+
+
+def from_json(text: str, kind: type[T]) -> T:
+    """Return the object that the text of a setting has in JSON; one without fields for an empty text.
+
+    Raises:
+        ConfigError: the text is no JSON, or not of this kind.
+    """
+    try:
+        return msgspec.json.decode(text or "{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def read(table: type[Any], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:

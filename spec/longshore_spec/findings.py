@@ -116,7 +116,8 @@ TABLE = (
     Kind(
         "EngineRefused", _S.ENGINES, _ERROR,
         "An engine has tried to register in the last 10 minutes, and the agent refuses it: its layout is not the declared one, its "
-        "client is of another release, or it lacks something that the text names.",
+        "client is of another release, or it lacks something that the text names. Once another instance has registered for its role "
+        "this is over, until it tries again.",
         "Change the field that the text names at the engine, or in the deployment.",
         "docs/troubleshooting.md#an-engine-does-not-come-in",
     ),

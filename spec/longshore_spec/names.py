@@ -32,6 +32,8 @@ NAMESPACE_NAME_MAX = 63
 DEPLOYMENT_LABEL = f"{API_GROUP}/deployment"
 # The roles of the nodes that an agent's DaemonSet is for, on it and its pods: `prefill`, `decode` or `both`.
 ROLES_LABEL = f"{API_GROUP}/roles"
+# On engines' pods: `<deployment>.<role>`. The chart's injection reads it, and the operator watches pods that have it.
+INJECT_LABEL = f"{API_GROUP}/inject"
 # The agent's container in its pod.
 AGENT_CONTAINER = "agent"
 

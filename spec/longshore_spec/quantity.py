@@ -14,11 +14,12 @@ from longshore_wire.errors import LongshoreError, Reason
 Quantity = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1, extra={"quantity": True})]
 QUANTITY_MAX_BYTES = 2**63 - 1
 
-_BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
-_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_FACTORS = _BINARY | _DECIMAL
+_BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL = {"": 1} | {letter: 1000**power for power, letter in enumerate("kMGTPE", 1)}
+_SMALL = {letter: Fraction(1, 1000**power) for power, letter in enumerate("mun", 1)}
+_FACTORS = _BINARY | _DECIMAL | _SMALL
 # The number of digits is limited, so that no text gives a huge number.
-_PATTERN = re.compile(r"([0-9]{1,19})(?:\.([0-9]{1,9}))?([A-Za-z]{0,2})")
+_PATTERN = re.compile(r"([0-9]{1,19}(?:\.[0-9]{0,9})?)(?:[eE]([+-]?[0-9]{1,2})|([A-Za-z]{0,2}))")
 
 
 class QuantityError(LongshoreError):
@@ -36,7 +37,7 @@ def parse_quantity(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         size = Fraction(value)
     elif isinstance(value, str):
-        size = _parse_text(value)
+        size = parse_number(value)
     else:
         raise QuantityError(f"{value!r} is not a size: write bytes as a whole number, or a text such as 64Mi")
     if size.denominator != 1 or not 1 <= size <= QUANTITY_MAX_BYTES:
@@ -44,13 +45,14 @@ def parse_quantity(value: object) -> int:
     return int(size)
 
 
-def _parse_text(text: str) -> Fraction:
+def parse_number(text: str) -> Fraction:
+    """Return the number that a quantity of any unit states: `1500m` CPUs are 1.5. Raises QuantityError."""
     match = _PATTERN.fullmatch(text)
-    if match is None or match[3] not in _FACTORS:
-        raise QuantityError(
-            f"{text[:40]!r} is not a size: write a number and one of {', '.join(filter(None, _FACTORS))}"
-        )
-    return Fraction(f"{match[1]}.{match[2] or 0}") * _FACTORS[match[3]]
+    if match is None or (match[2] is None and match[3] not in _FACTORS):
+        suffixes = ", ".join(filter(None, _BINARY | _DECIMAL))
+        raise QuantityError(f"{text[:40]!r} is not a size: write a number and one of {suffixes}")
+    factor = _FACTORS[match[3]] if match[2] is None else Fraction(10) ** int(match[2])
+    return Fraction(match[1]) * factor
 
 
 def format_quantity(size_bytes: int) -> str:

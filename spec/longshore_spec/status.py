@@ -19,6 +19,8 @@ from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Pa
 
 # Of the oldest open rooms of a worker on the status page.
 OLDEST_ROOMS_MAX = 3
+# Of the engines that have left on the status page.
+LEFT_LISTED_MAX = 16
 # States of a peer: rooms can move with an attached one.
 CONNECTING, ATTACHED, LOST, REFUSED = "connecting", "attached", "lost", "refused"
 
@@ -161,6 +163,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     Attributes:
         device: "cpu", or the UUID of the GPU that holds its pages.
         near: engines with the same `agent`, or with this name and `.gpu`, write its pages by way DIRECT; empty if none does.
+        host: the host name of its engine, in a cluster that of its pod; empty if unknown.
     """
 
     rank: int
@@ -168,6 +171,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     epoch: str
     device: str = "cpu"
     near: str = ""
+    host: str = ""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -192,14 +196,14 @@ class InstanceStatus(msgspec.Struct, frozen=True):
         cls,
         endpoint: Endpoint,
         roles: tuple[str, ...] = (),
-        places: Mapping[int, tuple[str, str]] | None = None,
+        places: Mapping[int, tuple[str, ...]] | None = None,
         memory: TargetMemory = TargetMemory.DEVICE,
     ) -> InstanceStatus:
         """Return the status of `endpoint`.
 
         Args:
             roles: names of `Half` in lower case.
-            places: (`device`, `near`) by rank; the default is a CPU without `near`.
+            places: (`device`, `near`, `host`) by rank; the default is a CPU without the others.
         """
         known = places or {}
         return cls(
@@ -222,9 +226,10 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """Pages that an engine shares with its worker.
+    """Pages of one cache, which an engine shares with its worker.
 
     Attributes:
+        pool: the index of the cache in the engine's layout.
         mappable: the engine cannot truncate its memory. If it can, no worker writes it by way DIRECT.
         adjacent: the elements of every row are adjacent. If not, no GPU writes it by way DIRECT.
     """
@@ -360,8 +365,9 @@ class RoomStatus(msgspec.Struct, frozen=True):
     """One half of a room at one worker: an engine's offers, or its claim.
 
     Attributes:
-        room, instance, pool: the room's key; `instance` is the prefill instance.
+        room, instance: the room's key; `instance` is the prefill instance.
         ways, why: the distinct ways of its pairs, and their reasons.
+        pool: always 0; operators and commands of earlier releases need it.
         tokens_total: tokens of the sequence; -1 if unknown.
         tokens_done: at a source, tokens that every target has acknowledged; at a target, tokens in the pages.
         reason, text: why it failed; empty if it did not.
@@ -369,7 +375,6 @@ class RoomStatus(msgspec.Struct, frozen=True):
 
     room: str
     instance: str
-    pool: int
     half: str
     state: str
     ways: tuple[str, ...]
@@ -384,6 +389,7 @@ class RoomStatus(msgspec.Struct, frozen=True):
     text: str = ""
     pairs: tuple[PairStatus, ...] = ()
     why: tuple[str, ...] = ()
+    pool: int = 0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -448,6 +454,38 @@ class NodeFacts(msgspec.Struct, frozen=True):
     infiniband: tuple[str, ...] = ()
 
 
+class LeftEngine(msgspec.Struct, frozen=True):
+    """An engine rank that has left the agent, with what its worker did for it. `/v1/rooms` has its last rooms.
+
+    Attributes:
+        left_s: seconds since its worker ended.
+        rooms_done, rooms_failed: halves of rooms that ended at that worker.
+        bytes_moved: bytes of finished slabs, to and from the peers that the worker knew at its end.
+    """
+
+    worker: str
+    roles: tuple[str, ...]
+    left_s: float
+    rooms_done: int
+    rooms_failed: int
+    bytes_moved: int
+
+
+class LeftEngines(msgspec.Struct, frozen=True):
+    """All engine ranks that have left the agent since its start, without those of `longshore verify`.
+
+    Attributes:
+        count, rooms_done, rooms_failed, bytes_moved: sums over all of them.
+        last: the last ones, the newest first, at most LEFT_LISTED_MAX.
+    """
+
+    count: int = 0
+    rooms_done: int = 0
+    rooms_failed: int = 0
+    bytes_moved: int = 0
+    last: tuple[LeftEngine, ...] = ()
+
+
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One agent with all of its workers on the status page.
 
@@ -480,6 +518,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     instances: tuple[InstanceStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
+    left: LeftEngines = LeftEngines()
 
     @property
     def ready(self) -> bool:
@@ -497,7 +536,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         return sum(worker.rooms_open for worker in self.workers)
 
     def without_measures(self) -> AgentStatus:
-        """Return this without ages, counts of bytes, rings, lanes and rooms, which change while nothing happens."""
+        """Return this without ages, counts of bytes, rings, lanes, rooms and engines that have left: no condition reads them."""
         replace = msgspec.structs.replace
         workers = tuple(
             replace(
@@ -515,4 +554,4 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
             )
             for worker in self.workers
         )
-        return replace(self, uptime_s=0.0, loop_age_s=0.0, workers=workers)
+        return replace(self, uptime_s=0.0, loop_age_s=0.0, workers=workers, left=LeftEngines())

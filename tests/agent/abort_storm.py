@@ -30,7 +30,7 @@ from longshore_agent.settings import Settings
 from longshore_client import Half, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_spec.agent_config import Backend
 from longshore_wire.effects import RoomEnded, RoomReleased, StartScatter
-from longshore_wire.engine_messages import Accepted, Cancel, Endpoint, Offer, RankAddress, Receive
+from longshore_wire.engine_messages import Accepted, CachePages, Cancel, Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Abort, PeerMessage
 from longshore_wire.ways import Way
@@ -129,7 +129,20 @@ class Prefill(HalfWorker):
         self.held[room] = pages
         if note["who"]:
             self.armed[room] = note
-        offer = Offer(1, room, 0, 0, TOKENS, last=True, pages=np.array(pages, dtype="<i4").tobytes())
+        offer = Offer(
+            1,
+            room,
+            (
+                CachePages(
+                    0,
+                    0,
+                    TOKENS,
+                    len(np.array(pages, dtype="<i4").tobytes()) // 4,
+                    np.array(pages, dtype="<i4").tobytes(),
+                ),
+            ),
+            True,
+        )
         if not isinstance(self.requests.handle(offer, [], time.monotonic_ns()), Accepted):
             # Decode has already aborted it.
             self._give_back(room)
@@ -156,7 +169,7 @@ class Prefill(HalfWorker):
                 continue
             select.select([], [], [], note["delay_s"])
             self.met["prefill"] += self.writing[room] > 0
-            self.ask(Cancel(1, Half.SOURCE, PEERS[Half.SOURCE].instance, room, 0))
+            self.ask(Cancel(1, Half.SOURCE, PEERS[Half.SOURCE].instance, room))
             self.flush(time.monotonic_ns())
 
     def _watch_writes(self) -> None:
@@ -270,7 +283,7 @@ class Storm:
         core = self.decode.session
         core.config = dataclasses.replace(core.config, force_way=way)
         packed = np.array(pages, dtype="<i4").tobytes()
-        self.decode.ask(Receive(1, room, 0, self.endpoint, 0, TOKENS, 0, len(pages), packed))
+        self.decode.ask(Receive(1, room, self.endpoint, (CachePages(0, 0, TOKENS, len(pages), packed, 0),)))
         watched = who if stage == "writing" else ""
         self.decode.note(room=room, who=watched, delay_s=self.random.choice([0.0, 0.0, 0.0, 0.0001, 0.0005]))
         if stage == "claimed":
@@ -278,7 +291,7 @@ class Storm:
         self.decode.flush(time.monotonic_ns())
 
     def _give_up(self, room: int) -> None:
-        self.decode.ask(Cancel(1, Half.TARGET, "prefill", room, 0))
+        self.decode.ask(Cancel(1, Half.TARGET, "prefill", room))
         self.decode.flush(time.monotonic_ns())
 
     def _turn(self) -> None:

@@ -28,7 +28,7 @@ ATTACH: Any = SimpleNamespace(ring=RING)
 
 
 def pair_of(room: int) -> PairKey:
-    return PairKey(RoomKey("prefill", room, 0), 0, 0, 11, 12, "decode")
+    return PairKey(RoomKey("prefill", room), 0, 0, 11, 12, "decode")
 
 
 def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:

@@ -38,7 +38,17 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import Accepted, Endpoint, Half, Offer, RankAddress, Receive, RegisterPool, ToAgent
+from longshore_wire.engine_messages import (
+    Accepted,
+    CachePages,
+    Endpoint,
+    Half,
+    Offer,
+    RankAddress,
+    Receive,
+    RegisterPool,
+    ToAgent,
+)
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PEER, PeerMessage
 from longshore_wire.session import Session
@@ -89,7 +99,7 @@ class HalfWorker:
         self.mover = Mover(config, self.metrics, SpanRecorder(1), lambda *_: None)
         # No peer attaches over ZeroMQ here.
         self.mover.resources.ports.admit([settings.bind_host])
-        self.requests = EngineRequests(layout, self.mover.resources.transport, self._source, self._target)
+        self.requests = EngineRequests(layout.caches, self.mover.resources.transport, self._source, self._target)
         self.pages = poisoned(layout, page_count, f"storm-{name}")
         self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.memory.descriptor)])
         self.session.describe(
@@ -216,9 +226,9 @@ class Halves:
         self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
         packed = packed_pages(pages)
         endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "127.0.0.9:1", self.prefill.session.config.epoch),))
-        self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed, digest=digest))
+        self.decode.ask(Receive(1, room, endpoint, (CachePages(0, 0, TOKENS, len(pages), packed, 0),), digest=digest))
         self.decode.flush(time.monotonic_ns())
-        self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))
+        self.prefill.ask(Offer(1, room, (CachePages(0, 0, TOKENS, len(packed) // 4, packed),), True))
         return pages
 
     def run(self, until: Callable[[], object]) -> None:

@@ -27,7 +27,7 @@ def layout(tp: int, *, page_size: int = 16) -> KVLayout:
 def room(number: int, *, half: str = "target", instance: str = "p") -> structs.RoomStatus:
     pairs = (structs.PairStatus("p", 0, 0, "staged", "open", 1, 3),)
     return structs.RoomStatus(
-        room=room_name(number), instance=instance, pool=0, half=half, state="open", ways=("staged",), tokens_wanted=100,
+        room=room_name(number), instance=instance, half=half, state="open", ways=("staged",), tokens_wanted=100,
         tokens_done=32, tokens_total=-1, slabs_done=1, slabs_total=3, bytes_moved=4096, age_s=0.5, pairs=pairs,
     )  # fmt: skip
 

@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -39,6 +41,13 @@ from longshore_wire.names import room_name
 HOST = "127.0.0.2"
 ANSWER_LIMIT_S = 60.0
 TOKEN = "s3cret"
+# An engine that ends when it is refused.
+GONE = """
+import sys
+import longshore_client as ls
+layout = ls.KVLayout(ls.ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4), ls.Parallel(), page_size=16)
+ls.connect(sys.argv[1], instance=sys.argv[2], layout=layout, roles=(ls.Half.TARGET,))
+"""
 
 
 @dataclass
@@ -241,6 +250,21 @@ def test_an_agent_does_what_its_config_file_says(tmp_path: Path, place: Place) -
     )
     assert (finding["text"], finding["severity"]) == (text, "error")
     assert agent.log().count(text) == 1
+    # An engine that is started again has another name, and its refusals count once.
+    for name in ("gone-1", "gone-2"):
+        gone = [sys.executable, "-c", GONE, agent.socket, name]
+        assert "HelloRefused" in subprocess.run(gone, check=False, capture_output=True, text=True, timeout=100).stderr
+
+    def refused() -> list[str]:
+        found = place.told(agent, "/v1/status")["findings"]
+        return [each["text"].split()[1] for each in found if each["code"] == "EngineRefused"]
+
+    assert refused() == ["gone-2/0/0"]
+    # Another engine for the role came instead.
+    place.world.engine(agent, "fits-too", roles=[Half.TARGET], tp=2).result()
+    assert refused() == []
+    with pytest.raises(HelloRefused):
+        place.world.engine(agent, "does-not", roles=[Half.TARGET]).result()
     # The same engine with the declared layout is welcome, and its refusal is forgotten.
     place.world.engine(agent, "does-not", roles=[Half.SOURCE]).result()
     assert not [each for each in place.told(agent, "/v1/status")["findings"] if each["code"] == "EngineRefused"]

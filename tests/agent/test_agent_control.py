@@ -224,7 +224,7 @@ def test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_n
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"\x01\xc1\xff junk", "malformed_message"),
+        (bytes([PROTOCOL_VERSION]) + b"\xc1\xff junk", "malformed_message"),
         (b"\x63" + PEER.encode(Ping(1, 1))[1:], "unknown_version"),
         (bytes([PROTOCOL_VERSION]) + bytes(PEER_MESSAGE_BYTES_MAX), "malformed_message"),
         (b"", "malformed_message"),
@@ -272,7 +272,7 @@ def test_messages_of_the_right_form_with_any_numbers_in_them_end_no_worker(fleet
 
     def pair() -> PairKey:
         room = chosen.choice([open_room.room, 5, 2**64 - 1])
-        key = RoomKey(chosen.choice(["one", "two", ""]), room, chosen.choice([0, 0, 7]))
+        key = RoomKey(chosen.choice(["one", "two", ""]), room)
         return PairKey(key, chosen.choice([0, number()]), chosen.choice([0, number()]), epoch, 1, "stranger")
 
     for turn in range(400):
@@ -324,8 +324,6 @@ def test_what_is_wrong_with_an_offer_is_named_and_its_room_goes_on(fleet):
     assert (error.reason, f"pages[1] is {count}" in str(error)) == (Reason.PAGE_OUT_OF_RANGE, True)
     error = refusal(send, each.room, pages[:2], 0, 48, last=False)
     assert isinstance(error, ArgumentError) and "2 pages for tokens [0, 48)" in str(error)
-    error = refusal(send, each.room, pages[:3], 0, 48, last=False, pool=3)
-    assert (error.reason, "pool 3" in str(error)) == (Reason.UNKNOWN_POOL, True)
     each.claim()
     each.offer_chunk(0)
     error = refusal(send, each.room, pages[1:4], 16, 60, last=False)
@@ -358,8 +356,6 @@ def test_what_is_wrong_with_a_claim_is_named(fleet):
     assert (error.reason, "pages[1] is -1" in str(error)) == (Reason.PAGE_OUT_OF_RANGE, True)
     error = refusal(receive, each.room, endpoint, [pages[0], pages[1], pages[0]], 0, 40)
     assert (error.reason, "pages[0] and pages[2]" in str(error)) == (Reason.TOKENS_OVERLAP, True)
-    error = refusal(receive, each.room, endpoint, pages, 0, 40, pool=9)
-    assert (error.reason, "pool 9" in str(error)) == (Reason.UNKNOWN_POOL, True)
     part = msgspec.structs.replace(endpoint, ranks=endpoint.ranks[:1])
     error = refusal(receive, each.room, part, pages, 0, 40)
     assert (error.reason, "no agent of this deployment gave" in str(error)) == (Reason.AUTHENTICATION, True)

@@ -11,11 +11,9 @@ import pytest
 from agent_fleet import World, over
 from agent_world import Agent, Engine, Request, wait_for
 
-from longshore_client import Half, ModelShape
+from longshore_client import Half
 from longshore_wire.crossover import Crossover, Measured, Row, write
-from longshore_wire.layout import Attention
 
-LATENT = ModelShape(layers=4, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
 WIRES = {"Loopback": "Loopback", "NIXL": "SharedMemory", "Mooncake": "TCP"}
 # Runs are 768 bytes between TP2 and TP1, and pages of 24,576 bytes between equal layouts. A token is 6,144 bytes from
 # each of two ranks, or 12,288 from one. Short runs are moved in place below 300 kB, else staged; long runs the reverse.
@@ -142,8 +140,6 @@ def overridden(tmp_path_factory) -> Iterator[dict[str, Engine]]:
     starting = {
         "two": world.engine(prefill, "over-two", 2, roles=[Half.SOURCE]),
         "one": world.engine(prefill, "over-one", roles=[Half.SOURCE]),
-        "latent": world.engine(prefill, "over-latent", model=LATENT, roles=[Half.SOURCE]),
-        "to-latent": world.engine(prefill, "over-to-latent", model=LATENT, roles=[Half.TARGET]),
     }
     for name, settings in (
         ("always", {"LONGSHORE_STAGING": "Always"}),
@@ -165,8 +161,6 @@ def overridden(tmp_path_factory) -> Iterator[dict[str, Engine]]:
         ("one", "never", SMALL_TOKENS, "contiguous", "staging"),
         ("two", "no-ring", LARGE_TOKENS, "slices", "no_ring"),
         ("one", "no-ring", SMALL_TOKENS, "contiguous", "no_ring"),
-        ("latent", "to-latent", SMALL_TOKENS, "contiguous", "latent"),
-        ("latent", "to-latent", LARGE_TOKENS, "contiguous", "latent"),
     ],
 )
 def test_what_was_asked_for_or_what_alone_can_work_counts_more_than_the_table(

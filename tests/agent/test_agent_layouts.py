@@ -275,11 +275,13 @@ def test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader(place):
 
 
 @every_backend
-def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
-    room = Request(place.engine("latent-tp2"), place.engine("always-latent"), 60)
-    with pytest.raises(LongshoreError, match=r"LATENT \(MLA\).*transfer\.staging is Always") as caught:
-        room.claim()
-    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+def test_a_latent_is_staged_where_that_is_asked_for(place):
+    source, target = place.engine("latent-tp2"), place.engine("always-latent")
+    assert way_between(source, target) == "staged"
+    each = Request(source, target, 60)
+    each.offer()
+    each.claim()
+    each.arrives()
 
 
 @pytest.mark.shows("agent.staging", "field.transfer.staging")

@@ -57,7 +57,7 @@ class Scene(EventScene):
         """Deliver the requested pools; slabs that waited for them are queued."""
         for owner, _, number in map(msgspec.structs.astuple, self.asked):
             info = PoolInfo(number, SHAPE.geometry, ())
-            said = Attach(1, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
+            said = Attach(2, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
             self.attached[Half.SOURCE, owner] = said
             region = create_memfd("longshore-test", SHAPE.geometry.region_bytes[0])
             self.near.pool_given(owner, number, 0, 1, region)

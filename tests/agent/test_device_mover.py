@@ -85,7 +85,7 @@ class Whole:
         )
         self.asked: list[PeerId] = []
         self.mover = Mover(config, Metrics(), SpanRecorder(10), lambda asked, _: self.asked.append(asked.owner))
-        said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
+        said = Attach(2, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
         self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
         self.mover.neighbours._mapped[owner("decode"), 0] = mapped
         self.core = Core()
@@ -98,7 +98,7 @@ class Whole:
             key = effect.pair.key
             requests: Any = SimpleNamespace(
                 pools={0: SimpleNamespace(kv_pool=self.pool)},
-                tables={(Half.SOURCE, key): PageTable(0, np.zeros(1, "<i4"))},
+                tables={(Half.SOURCE, key): {0: PageTable(0, np.zeros(1, "<i4"))}},
             )
             self.mover.start_write(effect, requests, self.core, 0)
 

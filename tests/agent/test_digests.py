@@ -263,7 +263,7 @@ def direct_end(first_page_written: int) -> tuple[OutboundEnd, float]:
     layout, metrics = shape.layout, Metrics()
     pages = np.arange(4, dtype=np.int32)
     route = Pair(0, 0, (0, 2), (0, 2), layout.token_bytes, Way.DIRECT)
-    pair = PairKey(RoomKey("prefill", 1, 0), 0, 0, 1, 1, "decode", 0)
+    pair = PairKey(RoomKey("prefill", 1), 0, 0, 1, 1, "decode", 0)
     effect = StartWrite(
         PeerId("decode", 0, 0),
         pair,

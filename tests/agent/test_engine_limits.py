@@ -12,7 +12,6 @@ from agent_fleet import World
 from agent_world import MODEL, START_LIMIT_S, Agent, Engine, EngineProcess, wait_for
 
 from longshore_agent.supervisor.callers import HELLO_LIMIT_S, WAITING_MAX
-from longshore_agent.worker.engine_requests import POOLS_MAX
 from longshore_client import HelloRefused, KVLayout, Parallel, PoolRefused, connect, create_region, pool_geometry
 from longshore_wire.errors import Reason
 
@@ -103,19 +102,21 @@ def test_the_engines_of_a_user_get_as_many_workers_as_are_allowed(world):
     assert f"user {os.getuid()} has 2 workers, of 2 that LONGSHORE_USER_WORKERS_MAX allows" in str(error)
 
 
-def test_a_rank_registers_as_many_pools_as_are_allowed_and_another_one_in_the_place_of_one(world):
+@pytest.mark.shows("argument.register_pool.cache", "argument.unregister_pool.cache")
+def test_a_cache_has_one_pool_and_a_layout_of_one_cache_has_no_second_one(world):
     agent = world.agent("agent")
     assert agent.http
     client = connect(agent.socket, instance="engine", layout=LAYOUT, timeout_s=START_LIMIT_S)
     geometry = pool_geometry(LAYOUT, 1)
     descriptor, memory = create_region(geometry.region_bytes[0])
-    for pool in range(POOLS_MAX):
-        client.register_pool(pool, geometry, [descriptor])
-    with pytest.raises(PoolRefused, match=f"{POOLS_MAX} pools are registered") as caught:
-        client.register_pool(POOLS_MAX, geometry, [descriptor])
+    client.register_pool(0, geometry, [descriptor])
+    with pytest.raises(
+        PoolRefused, match="cache is 1: give the index of a cache in this engine's layout, from 0 to 0"
+    ) as caught:
+        client.register_pool(1, geometry, [descriptor])
     assert caught.value.reason is Reason.UNSUPPORTED
-    client.unregister_pool(3)
-    client.register_pool(POOLS_MAX, geometry, [descriptor])
+    client.unregister_pool(0)
+    client.register_pool(0, geometry, [descriptor])
     client.close()
     memory.close()
     os.close(descriptor)

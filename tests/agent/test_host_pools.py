@@ -205,30 +205,6 @@ def test_rooms_into_both_memories_at_once_arrive_to_the_token(
     wait_for_none(place.leftovers)
 
 
-def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itself(place: Place) -> None:
-    (rank,), (source,) = place.ranks, place.source.ranks
-    state = poisoned(source.layout, 4, memory_name("source-state"))
-    source.client.register_pool(1, state.geometry, state.memory.regions)
-    beside = poisoned(rank.pools[TargetMemory.DEVICE].layout, 16, memory_name("target-state"))
-    rank.client.register_pool(1, beside.geometry, beside.memory.regions, memory=TargetMemory.DEVICE)
-    room, data = place.offer(150)
-    other = content(room + 1, 150, source.layout)
-    state.put(state.planes, [3, 0, 2], other, 0, 150)
-    source.client.send(room, [3, 0, 2], 0, 150, last=True, pool=1)
-    rank.claim(place.source, room, TargetMemory.HOST, data, 150, 0)
-    pages = list(range(15, 5, -1))
-    rank.client.receive(room, place.source.endpoint(), pages, 0, 150, pool=1, memory=TargetMemory.DEVICE)
-    beside.put(beside.expected, pages, other, 0, 150)
-    for pool in (0, 1):
-        assert rank.client.wait(room, Half.TARGET, pool=pool, timeout_s=EVENT_LIMIT_S).kind is RoomEventKind.DONE
-    assert rank.intact()
-    assert beside.intact()
-    for pool in (0, 1):
-        rank.client.wait(room, Half.TARGET, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S, pool=pool)
-    state.close()
-    beside.close()
-
-
 @pytest.mark.parametrize("lost", over(TargetMemory.HOST, TargetMemory.DEVICE))
 def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(make: Make, lost: TargetMemory) -> None:
     place = make("NIXL", LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="6")

@@ -193,7 +193,7 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
         greeted = dict(net.poller.poll(60_000))
         net.receive(greeted)
         # More than any queue holds. The rest is dropped, and timers send it again.
-        pair = PairKey(RoomKey("prefill", 1, 0), 0, 0, 1, 1, "decode")
+        pair = PairKey(RoomKey("prefill", 1), 0, 0, 1, 1, "decode")
         for _ in range(50_000):
             net.send(Half.TARGET, peer, Abort(pair, Reason.CANCELLED, "x" * TEXT_CHARACTERS_MAX))
         assert net.counters["unsent"] > 0
@@ -241,7 +241,7 @@ def test_the_pages_of_a_room_are_what_they_were_when_it_was_asked_for(make) -> N
     pages = halves.begin(1)
     held_slab(halves)
     for half in (halves.prefill, halves.decode):
-        (table,) = half.requests.tables.values()
+        ((table,),) = (tables.values() for tables in half.requests.tables.values())
         assert list(table.pages) == pages
         with pytest.raises(ValueError, match="read-only"):
             table.pages[0] = 63

@@ -90,21 +90,23 @@ class Scene:
         config = WorkerConfig("p/0/0", "p", 1, LAYOUT, roles, settings, port=0, agent="life")
         self.asked: list[tuple[PeerId, int]] = []
         self.mover = Mover(
-            config, Metrics(), SpanRecorder(1), lambda asked, _: self.asked.append((asked.owner, asked.pool))
+            config, Metrics(), SpanRecorder(1), lambda asked, _: self.asked.append((asked.owner, asked.cache))
         )
         self.transport: Any = self.mover.resources.transport
         self.core = Core()
         self.attach(RING)
 
     def attach(self, ring: RegionInfo | None) -> None:
-        said = Attach(1, "test", "decode", 9, LAYOUT, "Loopback", b"decode", ring, (), 1 << 20, probe=RING)
+        said = Attach(2, "test", "decode", 9, LAYOUT, "Loopback", b"decode", ring, (), 1 << 20, probe=RING)
         self.mover.connect(Half.SOURCE, PeerAttached(PEER, said))
 
     def start(self, slab: int, way: Way, room: int = 1) -> None:
         effect: Any = effect_of(slab, 1 << 10, room)
         effect.way = way
         key = pair_of(room).key
-        requests: Any = SimpleNamespace(pools={0: SimpleNamespace(kv_pool=None)}, tables={(Half.SOURCE, key): None})
+        requests: Any = SimpleNamespace(
+            pools={0: SimpleNamespace(kv_pool=None)}, tables={(Half.SOURCE, key): {0: None}}
+        )
         self.mover.start_write(effect, requests, self.core, 0)
 
     def told(self) -> list[tuple[int, str, str]]:

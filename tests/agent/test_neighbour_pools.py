@@ -17,7 +17,7 @@ from longshore_wire.peer_messages import Attach, PoolInfo
 OWNER = PeerId("decode", 0, 0)
 SHAPE = Shape(layers=2, split=True)
 ATTACH = Attach(
-    1, "test", "decode", 9, SHAPE.layout, "Loopback", b"", None, (PoolInfo(0, SHAPE.geometry, ()),), 1 << 20
+    2, "test", "decode", 9, SHAPE.layout, "Loopback", b"", None, (PoolInfo(0, SHAPE.geometry, ()),), 1 << 20
 )
 
 

@@ -31,7 +31,7 @@ MORE_THAN_A_LINK_HOLDS = 3000
 
 
 def _failure(room: int, text: str = "enough") -> RoomFailed:
-    return RoomFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, text)
+    return RoomFailed(Half.SOURCE, RoomKey("prefill", room), Reason.CANCELLED, text)
 
 
 def test_a_new_worker_is_told_of_the_newest_rooms_that_its_family_has_failed_each_with_the_first_reason():
@@ -75,9 +75,7 @@ def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_ser
             )
     starting, other = slots
     supervisor._slots = {slot.key: slot for slot in slots}
-    first, second = (
-        RoomFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, "enough") for room in (1, 2)
-    )
+    first, second = (RoomFailed(Half.SOURCE, RoomKey("prefill", room), Reason.CANCELLED, "enough") for room in (1, 2))
 
     supervisor._obey(other, first)
     supervisor._obey(starting, Started("127.0.0.1:1", 1, ""))

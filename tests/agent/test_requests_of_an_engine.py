@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from worker_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
+from worker_side import PAGE_COUNT, Make, claim, endpoint, offer, pages, run, side_maker
 
 from longshore_agent.control import curve
 from longshore_agent.errors import DeviceError
@@ -15,11 +15,11 @@ from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
     Accepted,
+    CachePages,
     Cancel,
     DeviceRegion,
     Half,
     Hello,
-    Offer,
     RankAddress,
     Receive,
     Refused,
@@ -43,16 +43,16 @@ def reason(answer: Accepted | Refused | None) -> Reason:
 @pytest.mark.shows("argument.connect.roles")
 def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(make):
     source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
-    assert reason(source.say(Offer(0, 1, 0, 0, 8, True, pages(1, 2)))) is Reason.UNKNOWN_POOL
+    assert reason(source.say(offer(1, 0, 8, pages(1, 2)))) is Reason.UNKNOWN_POOL
     for side in (source, target):
         assert isinstance(side.register(), Accepted)
         assert reason(side.register()) is Reason.ROOM_REUSED
-    assert reason(source.say(Offer(0, 1, 0, 0, 8, True, pages(1)))) is Reason.PAGE_OUT_OF_RANGE
-    assert reason(source.say(Offer(0, 1, 0, 0, 8, True, pages(1, PAGE_COUNT)))) is Reason.PAGE_OUT_OF_RANGE
-    assert reason(source.say(Offer(0, 1, 0, 0, 8, True, pages(1, -1)))) is Reason.PAGE_OUT_OF_RANGE
+    assert reason(source.say(offer(1, 0, 8, pages(1)))) is Reason.PAGE_OUT_OF_RANGE
+    assert reason(source.say(offer(1, 0, 8, pages(1, PAGE_COUNT)))) is Reason.PAGE_OUT_OF_RANGE
+    assert reason(source.say(offer(1, 0, 8, pages(1, -1)))) is Reason.PAGE_OUT_OF_RANGE
     assert reason(target.say(claim(1, 8, pages(1, 1)))) is Reason.TOKENS_OVERLAP
     assert reason(target.say(claim(1, 8, pages(1, 2, 3)))) is Reason.PAGE_OUT_OF_RANGE
-    assert reason(target.say(Offer(0, 1, 0, 0, 8, True, pages(1, 2)))) is Reason.UNSUPPORTED
+    assert reason(target.say(offer(1, 0, 8, pages(1, 2)))) is Reason.UNSUPPORTED
     assert reason(source.say(claim(1, 8, pages(1, 2)))) is Reason.UNSUPPORTED
     assert reason(source.say(Hello(1, "P", source.config.layout, "cpu", (Half.SOURCE,)))) is Reason.MALFORMED_MESSAGE
     assert not source.core.rooms
@@ -96,7 +96,7 @@ def test_pages_are_prepared_after_the_answer_and_a_failure_of_that_is_left_to_th
         raise DeviceError("the GPU has no memory left for 2 page ids")
 
     for name, half, message in (
-        ("P", Half.SOURCE, Offer(0, 1, 0, 0, 8, True, pages(1, 2))),
+        ("P", Half.SOURCE, offer(1, 0, 8, pages(1, 2))),
         ("D", Half.TARGET, claim(1, 8, pages(3, 4))),
     ):
         side = make(name, half)
@@ -115,12 +115,10 @@ def test_pages_of_a_pool_that_was_unmapped_are_not_prepared(make):
     prepared = []
     side = make("D", Half.TARGET)
     side.requests.prepare_pages = lambda _pool, table, _half, _ways: prepared.append(table.pages.tolist())
-    for pool in (0, 1):
-        side.register(pool)
-        assert isinstance(side.say(msgspec.structs.replace(claim(pool, 8, pages(3, 4 + pool)), pool=pool)), Accepted)
+    side.register()
+    assert isinstance(side.say(claim(1, 8, pages(3, 4))), Accepted)
     side.requests.let_go(0)
-    assert [key.pool for key in side.requests.prepare_new()] == [1]
-    assert prepared == [[3, 5]]
+    assert list(side.requests.prepare_new()) == prepared == []
 
 
 def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):
@@ -131,14 +129,14 @@ def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):
         side.requests.prepare_pages = lambda _pool, table, _half, _ways: prepared.append(table.pages.tolist())
         side.register()
     assert isinstance(target.say(claim(1, 8, pages(3, 4))), Accepted)
-    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
+    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1)), Accepted)
     assert isinstance(target.say(claim(2, 8, pages(5, 6))), Accepted)
     assert reason(target.say(claim(2, 8, pages(7, 8)))) is Reason.ROOM_REUSED
     target.turn(source)
     assert target.released == {1}
     assert [key.room for key in target.requests.prepare_new()] == [2]
-    assert isinstance(source.say(Offer(0, 3, 0, 0, 8, False, pages(1, 2))), Accepted)
-    assert isinstance(source.say(Offer(0, 3, 0, 8, 16, True, pages(3, 4))), Accepted)
+    assert isinstance(source.say(offer(3, 0, 8, pages(1, 2), last=False)), Accepted)
+    assert isinstance(source.say(offer(3, 8, 16, pages(3, 4))), Accepted)
     assert [key.room for key in source.requests.prepare_new()] == [3]
     assert prepared == [[5, 6], [1, 2, 3, 4]]
 
@@ -146,16 +144,14 @@ def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):
 def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):
     target = make("D", Half.TARGET)
     target.register()
-    target.register(1)
     assert isinstance(target.say(claim(1, 12, pages(1, 2, 3))), Accepted)
     answer = target.say(claim(2, 12, pages(7, 3, 8)))
     assert reason(answer) is Reason.TOKENS_OVERLAP
     assert "pages[1] is 3, which room 1 of P writes" in answer.text
     assert [key.room for _, key in target.requests.tables] == [key.room for key in target.core.rooms] == [1]
-    # Adjacent pages, those of another pool, and those of the refused claim may be used.
+    # Adjacent pages, and those of the refused claim may be used.
     assert isinstance(target.say(claim(3, 8, pages(7, 8))), Accepted)
-    assert isinstance(target.say(msgspec.structs.replace(claim(4, 12, pages(1, 2, 3)), pool=1)), Accepted)
-    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
+    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1)), Accepted)
     target.turn(make("P", Half.SOURCE))
     assert target.released == {1}
     assert isinstance(target.say(claim(5, 12, pages(3, 2, 1))), Accepted)
@@ -166,10 +162,13 @@ def test_tokens_that_could_never_be_claimed_are_offered_to_nobody(make, first, e
     source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
     source.register()
     target.register()
-    refused = source.say(Offer(0, 1, 0, first, end, True, pages(1)))
+    refused = source.say(offer(1, first, end, pages(1)))
     assert reason(refused) is Reason.TOKENS_MISSING
     assert f"give 0 <= first <= end <= {TOKENS_MAX}" in refused.text
-    assert reason(target.say(Receive(0, 1, 0, endpoint(), first, end, 0, 1, pages(1)))) is Reason.TOKENS_MISSING
+    assert (
+        reason(target.say(Receive(0, 1, endpoint(), (CachePages(0, first, end, 1, pages(1), 0),))))
+        is Reason.TOKENS_MISSING
+    )
     assert (source.core.rooms, source.requests.tables, target.core.rooms, target.requests.tables) == ({}, {}, {}, {})
 
 
@@ -177,7 +176,7 @@ def test_rooms_may_offer_the_same_pages_at_once(make):
     source = make("P", Half.SOURCE)
     source.register()
     for room in (1, 2):
-        assert isinstance(source.say(Offer(0, room, 0, 0, 8, True, pages(1, 2))), Accepted)
+        assert isinstance(source.say(offer(room, 0, 8, pages(1, 2))), Accepted)
     assert len(source.core.rooms) == 2
 
 
@@ -186,7 +185,7 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
     source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
     source.register()
     target.register()
-    assert reason(source.say(Offer(0, 1, 0, 0, 4, True, listed))) is Reason.MALFORMED_MESSAGE
+    assert reason(source.say(offer(1, 0, 4, listed))) is Reason.MALFORMED_MESSAGE
     assert reason(target.say(claim(1, 4, listed, count=1))) is Reason.MALFORMED_MESSAGE
 
 
@@ -209,7 +208,7 @@ def test_a_claim_in_parts_is_answered_by_its_last_part(make):
     assert target.say(claim(1, 24, pages(3, 4), offset=2, count=6)) is None
     assert isinstance(target.say(claim(1, 24, pages(5, 6), offset=4, count=6)), Accepted)
     ((_, table),) = target.requests.tables.items()
-    assert table.pages.tolist() == [1, 2, 3, 4, 5, 6]
+    assert table[0].pages.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_parts_that_do_not_make_a_list_are_refused_and_forgotten(make):
@@ -237,18 +236,18 @@ def test_a_cancelled_claim_forgets_the_parts_that_have_come(make):
     target = make("D", Half.TARGET)
     target.register()
     assert target.say(claim(1, 12, pages(1, 2), count=3)) is None
-    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
+    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1)), Accepted)
     assert reason(target.say(claim(1, 12, pages(3), offset=2, count=3))) is Reason.MALFORMED_MESSAGE
 
 
 def test_chunks_extend_a_rooms_pages_and_a_sequence_keeps_those_it_has(make):
     source = make("P", Half.SOURCE)
     source.register()
-    assert isinstance(source.say(Offer(0, 1, 0, 0, 6, False, pages(3, 9))), Accepted)
-    assert reason(source.say(Offer(0, 1, 0, 6, 12, True, pages(8, 4)))) is Reason.TOKENS_OVERLAP
-    assert isinstance(source.say(Offer(0, 1, 0, 6, 12, True, pages(9, 4))), Accepted)
+    assert isinstance(source.say(offer(1, 0, 6, pages(3, 9), last=False)), Accepted)
+    assert reason(source.say(offer(1, 6, 12, pages(8, 4)))) is Reason.TOKENS_OVERLAP
+    assert isinstance(source.say(offer(1, 6, 12, pages(9, 4))), Accepted)
     ((_, table),) = source.requests.tables.items()
-    assert table.pages.tolist() == [3, 9, 4]
+    assert table[0].pages.tolist() == [3, 9, 4]
 
 
 def test_a_pool_is_answered_for_only_when_its_rooms_are_released(make):

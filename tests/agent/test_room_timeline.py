@@ -15,6 +15,7 @@ from longshore_agent.status.spans import Kind, SpanRecorder
 from longshore_agent.status.steps import StepLog
 from longshore_wire.engine_messages import (
     Accepted,
+    CachePages,
     Cancel,
     EngineStep,
     EngineSteps,
@@ -26,7 +27,7 @@ from longshore_wire.engine_messages import (
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Demand, PairKey, Ping, RoomKey
 
-KEY = RoomKey("p", 7, 0)
+KEY = RoomKey("p", 7)
 PAIR = PairKey(KEY, 1, 0, 11, 12, "d")
 
 
@@ -138,12 +139,12 @@ def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has()
     for turn in range(10):
         steps.woken_ns = turn
         steps.begin()
-        steps.asked(Offer(turn, 7, 0, 0, 4, True, b""))
+        steps.asked(Offer(turn, 7, (CachePages(0, 0, 4, 0, b""),), True))
         steps.told(Accepted(turn))
         steps.answered()
         steps.prepared([KEY])
         steps.sent(Demand(PAIR, 1, 1, 1))
-        steps.told(RoomEvent(Half.SOURCE, "p", 7, 0, RoomEventKind.DONE))
+        steps.told(RoomEvent(Half.SOURCE, "p", 7, RoomEventKind.DONE))
     found = spans.of_room(7, limit=100)
     assert [span.stage for span in found] == ["Offer", "send Accepted", "prepare pages", "send Demand", "send DONE"]
     assert {span.woken_ns for span in found} == {9}
@@ -156,10 +157,10 @@ def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has()
 
 def test_a_room_that_opened_after_the_last_lost_step_has_all_of_its_steps() -> None:
     spans, at = SpanRecorder(2), (-1, -1)
-    spans.record("Offer", RoomKey("p", 6, 0), *at, 10, 12)
+    spans.record("Offer", RoomKey("p", 6), *at, 10, 12)
     spans.record("Offer", KEY, *at, 20, 22)
     assert spans.lost_ns == -1
-    spans.record("send DONE", RoomKey("p", 6, 0), *at, 30, 32)
+    spans.record("send DONE", RoomKey("p", 6), *at, 30, 32)
     # A step that ended early may be recorded late.
     spans.record("send DONE", KEY, *at, 3, 4)
     assert (spans.lost_ns, len(spans)) == (22, 2)
@@ -173,7 +174,7 @@ def test_messages_of_no_room_and_answers_to_no_request_leave_no_step() -> None:
     steps = StepLog(spans, "p", of_engines=True)
     steps.handled(Ping(1, 2))
     steps.sent(Ping(1, 2))
-    steps.asked(Offer(1, 7, 0, 0, 4, True, b""))
+    steps.asked(Offer(1, 7, (CachePages(0, 0, 4, 0, b""),), True))
     steps.answered()
     steps.told(Accepted(1))
     assert [span.stage for span in spans.newest(limit=9)] == ["Offer"]
@@ -187,7 +188,7 @@ def test_steps_of_an_engine_whose_end_is_before_their_start_are_dropped() -> Non
         EngineStep("send", 4, 5),
         EngineStep("DONE", 6, 7, True),
     )
-    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, given))
+    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, given))
     assert [(span.stage, span.kind, span.start_ns) for span in spans.newest(limit=9)] == [
         ("send", Kind.CALL, 4),
         ("DONE", Kind.WAIT, 6),
@@ -196,7 +197,7 @@ def test_steps_of_an_engine_whose_end_is_before_their_start_are_dropped() -> Non
 
 def test_steps_of_an_engine_are_dropped_unless_the_agent_asks_for_them() -> None:
     spans = SpanRecorder(5)
-    given = EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep("send", 4, 5),))
+    given = EngineSteps(Half.SOURCE, "p", 7, (EngineStep("send", 4, 5),))
     StepLog(spans, "p", of_engines=False).of_engine(given)
     assert len(spans) == 0
 
@@ -204,10 +205,10 @@ def test_steps_of_an_engine_are_dropped_unless_the_agent_asks_for_them() -> None
 def test_long_names_of_an_engine_are_not_kept() -> None:
     spans, long = SpanRecorder(5), "n" * 60_000
     steps = StepLog(spans, "p", of_engines=True)
-    steps.asked(Cancel(1, Half.TARGET, long, 7, 0))
+    steps.asked(Cancel(1, Half.TARGET, long, 7))
     steps.told(Accepted(1))
-    steps.of_engine(EngineSteps(Half.SOURCE, long, 7, 0, (EngineStep("send", 4, 5),)))
-    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep(long, 4, 5),)))
+    steps.of_engine(EngineSteps(Half.SOURCE, long, 7, (EngineStep("send", 4, 5),)))
+    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, (EngineStep(long, 4, 5),)))
     assert len(spans) == 0
 
 
@@ -216,7 +217,7 @@ def test_the_step_after_a_report_of_an_engine_begins_behind_it() -> None:
     steps = StepLog(spans, "p", of_engines=True)
     steps.begin()
     before_ns = time.monotonic_ns()
-    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep("send", 4, 5),)))
-    steps.asked(Offer(1, 8, 0, 0, 4, True, b""))
+    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, (EngineStep("send", 4, 5),)))
+    steps.asked(Offer(1, 8, (CachePages(0, 0, 4, 0, b""),), True))
     (offer,) = spans.of_room(8, limit=9)
     assert offer.start_ns >= before_ns

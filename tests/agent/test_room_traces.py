@@ -263,7 +263,7 @@ def test_headers_that_the_library_reads_are_taken(value: str, caplog: pytest.Log
     assert not caplog.records
 
 
-PAIR = PairKey(RoomKey("p", 7, 0), 1, 0, 11, 12, "d")
+PAIR = PairKey(RoomKey("p", 7), 1, 0, 11, 12, "d")
 
 
 def test_new_spans_are_read_once_and_those_that_were_overwritten_are_counted() -> None:
@@ -292,13 +292,13 @@ def test_new_spans_are_read_once_and_those_that_were_overwritten_are_counted() -
 def test_a_step_of_an_engine_that_ends_in_the_future_is_dropped() -> None:
     spans = SpanRecorder(8)
     steps = (EngineStep("forged", 1, 2**64 - 1), EngineStep("send", 1, 2))
-    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, steps))
+    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, steps))
     assert [span.stage for span in spans.of_room(7, limit=8)] == ["send"]
 
 
 def ended(room: int) -> RoomEnded:
     pairs = (PairEnd(PeerId("p", 0, 1), Way.STAGED, 2),)
-    return RoomEnded(Half.TARGET, RoomKey("p", room, 0), Reason.NONE, "", 4096, 1, pairs)
+    return RoomEnded(Half.TARGET, RoomKey("p", room), Reason.NONE, "", 4096, 1, pairs)
 
 
 def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_reports_and_counts_the_rest() -> None:
@@ -309,7 +309,7 @@ def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_repor
     count = 3 * reporting._UNSENT_MAX
     for room in range(count):
         reporter.ended(ended(room), {}, 0)
-        spans.record("write", PairKey(RoomKey("p", room, 0), 1, 0, 11, 12, "d"), 0, 0, 1, 2)
+        spans.record("write", PairKey(RoomKey("p", room), 1, 0, 11, 12, "d"), 0, 0, 1, 2)
     reporter.close()
     assert len(reporter._unsent) <= reporting._UNSENT_MAX
     assert len(reporter._steps) <= spans.capacity
@@ -330,7 +330,7 @@ def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_repor
 
 def report(**changes: Any) -> RoomReport:
     fields = {
-        "worker": "d/0/0", "half": Half.TARGET.name.lower(), "instance": "p", "room": "7", "pool": 0, "opened_ns": 1,
+        "worker": "d/0/0", "half": Half.TARGET.name.lower(), "instance": "p", "room": "7", "opened_ns": 1,
         "ended_ns": 2, "outcome": "done", "reason": "", "text": "", "bytes_moved": 3,
         "pairs": (PairReport("p/0/0", "staged", "TCP", 1),),
     }  # fmt: skip
@@ -338,7 +338,7 @@ def report(**changes: Any) -> RoomReport:
 
 
 def test_a_report_of_any_length_is_cut_into_messages_that_fit_a_datagram() -> None:
-    step = StepReport("n" * 256, "handle", 1, 2, 3, 4, 2**62, 2**63)
+    step = StepReport("n" * 256, "handle", 1, 2, 0, 3, 4, 2**62, 2**63)
     pairs = tuple(PairReport(f"{'p' * 100}/0/{rank}", "staged", "SharedMemory", 1) for rank in range(1000))
     long = report(text="t" * 100_000, pairs=pairs, instance="i" * 256)
     parts = long.parts([step] * (2 * STEPS_PER_MESSAGE + 1))

@@ -13,8 +13,8 @@ from longshore_agent.worker import config as worker_config
 from longshore_agent.worker.config import WorkerConfig
 from longshore_spec.status import EngineStatus, InstanceStatus, PoolStatus
 from longshore_wire.claims import Wanted
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
-from longshore_wire.errors import LayoutError, LongshoreError, RoomError
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
+from longshore_wire.errors import LongshoreError, RoomError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.target import TargetSession
@@ -68,8 +68,8 @@ def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, de
     ).session_config()  # fmt: skip
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RegionInfo(0, 1 << 30), {})
-    key = RoomKey("p", 1, 0)
-    session.claim(Wanted(key, source.endpoint(), 0, TOKENS, TOKENS // 16, bytes(4 * TOKENS // 16)), 0)
+    key = RoomKey("p", 1)
+    session.claim(Wanted(key, source.endpoint(), (CachePages(0, 0, TOKENS, TOKENS // 16, bytes(4 * TOKENS // 16)),)), 0)
     pair = next(pair for pair in session.rooms[key].pairs.values() if pair.route is not None)
     if pair.open is None:
         return pair.way.name, pair.why.name
@@ -132,10 +132,10 @@ def test_a_gpu_stages_into_pages_whose_rows_are_apart_and_the_plan_says_so() -> 
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RegionInfo(0, 1 << 30), {})
     for room, adjacent in ((1, True), (2, False)):
-        key = RoomKey("p", room, 0)
+        key = RoomKey("p", room)
         pages = (TOKENS // 16, bytes(4 * TOKENS // 16))
-        session.claim(Wanted(key, source.endpoint(), 0, TOKENS, *pages, adjacent=adjacent), 0)
-    ways = [{pair.way for pair in session.rooms[RoomKey("p", room, 0)].pairs.values() if pair.route} for room in (1, 2)]
+        session.claim(Wanted(key, source.endpoint(), (CachePages(0, 0, TOKENS, *pages),), adjacent=adjacent), 0)
+    ways = [{pair.way for pair in session.rooms[RoomKey("p", room)].pairs.values() if pair.route} for room in (1, 2)]
     assert ways == [{Way.DIRECT}, {Way.STAGED}]
     pools = [PoolStatus(number, 96, 1 << 20, adjacent=adjacent) for number, adjacent in ((0, True), (1, False))]
     found = [planned(source, target, engines=(engine(target, *given),)).way for given in (pools[:1], pools)]
@@ -177,9 +177,8 @@ def test_a_rank_that_has_not_registered_yet_is_taken_to_lie_where_the_first_one_
     assert planned(source, msgspec.structs.replace(target, ranks=())).way != "Direct"
 
 
-def test_a_latent_on_gpus_that_do_not_reach_each_other_is_refused_as_its_claim_would_be() -> None:
+def test_a_latent_on_gpus_that_do_not_reach_each_other_is_staged_as_its_claim_would_be() -> None:
     model = ModelShape(2, 1, 16, 2, Attention.LATENT)
     source, target = instance("p", layout(1, model), GPU), instance("d", layout(1, model), GPU, near="")
-    with pytest.raises(LayoutError, match="LATENT"):
-        planned(source, target)
+    assert planned(source, target).pairs[0].way == Way.STAGED.name.capitalize()
     assert planned(source, instance("d", layout(1, model), GPU)).pairs[0].way == Way.DIRECT.name.capitalize()

@@ -15,7 +15,7 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_spec.status import WorkerState
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartWrite
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RingError, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.links import PeerState
@@ -76,10 +76,12 @@ class Cores:
     def claim(self, room: int, tokens: int) -> None:
         endpoint = Endpoint("P", self.source.config.layout, (RankAddress(0, "h:1", 7),))
         pages = -(-tokens // 16)
-        self.target.claim(Wanted(RoomKey("P", room, 0), endpoint, 0, tokens, pages, bytes(4 * pages)), self.now_ns)
+        self.target.claim(
+            Wanted(RoomKey("P", room), endpoint, (CachePages(0, 0, tokens, pages, bytes(4 * pages)),)), self.now_ns
+        )
 
     def offer(self, room: int, tokens: int, *, last: bool = True) -> None:
-        self.source.offer(room, 0, 0, tokens, last=last, now_ns=self.now_ns)
+        self.source.offer(room, [(0, 0, tokens)], last=last, now_ns=self.now_ns)
 
     def begin(self, tokens: int, room: int = 1) -> None:
         """Claim and offer a room, and exchange messages until both cores are quiet."""
@@ -319,7 +321,7 @@ def test_as_many_ended_rooms_are_remembered_as_are_set(ended_rooms_max: int) -> 
     cores = Cores.of(ended_rooms_max=str(ended_rooms_max))
     for room in range(ended_rooms_max + 1):
         cores.offer(room, 64)
-        cores.source.cancel(RoomKey("P", room, 0), Reason.CANCELLED, "enough", 0)
+        cores.source.cancel(RoomKey("P", room), Reason.CANCELLED, "enough", 0)
     assert [key.room for key in cores.source.ended] == list(range(1, ended_rooms_max + 1))
     with pytest.raises(RoomError):
         cores.offer(1, 64)

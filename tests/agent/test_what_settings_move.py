@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from worker_side import Make, Side, claim, pages, run, side_maker
+from worker_side import Make, Side, claim, offer, pages, run, side_maker
 
 from longshore_agent.worker.health import WorkerHealth
-from longshore_wire.engine_messages import Accepted, Half, Offer
+from longshore_wire.engine_messages import Accepted, Half
 from longshore_wire.errors import Reason
 
 S = 10**9
@@ -107,5 +107,5 @@ def test_a_worker_without_a_ring_is_brought_no_staged_bytes(make: Make) -> None:
     assert target.mover.resources.ring_region is None
     run(source, target, 1)
     assert (target.ended[1].reason, counted(source, "writes", "staged")) == (Reason.NONE, 0)
-    assert isinstance(source.say(Offer(0, 2, 0, 0, 4, True, pages(1))), Accepted)
+    assert isinstance(source.say(offer(2, 0, 4, pages(1))), Accepted)
     assert isinstance(target.say(claim(2, 4, pages(1))), Accepted)

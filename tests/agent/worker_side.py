@@ -22,6 +22,7 @@ from longshore_client.memory import create_region, pool_geometry
 from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, Send, StartScatter, StartWrite
 from longshore_wire.engine_messages import (
     Accepted,
+    CachePages,
     Endpoint,
     Half,
     Hello,
@@ -62,7 +63,7 @@ class Side:
         assert self.core is not None
         self.metrics = Metrics()
         self.mover = Mover(self.config, self.metrics, SpanRecorder(100), lambda *_: None)
-        self.requests = EngineRequests(layout, self.mover.resources.transport, self.source, self.target)
+        self.requests = EngineRequests(layout.caches, self.mover.resources.transport, self.source, self.target)
         self.geometry = pool_geometry(layout, PAGE_COUNT)
         self.descriptor, memory = create_region(self.geometry.region_bytes[0])
         self.bytes = np.frombuffer(memory, np.uint8)
@@ -79,8 +80,8 @@ class Side:
         assert answer is None or answer.request in (self._request, 0)
         return answer
 
-    def register(self, pool: int = 0) -> Accepted | Refused | None:
-        answer = self.say(RegisterPool(0, pool, self.geometry), (self.descriptor,))
+    def register(self, cache: int = 0) -> Accepted | Refused | None:
+        answer = self.say(RegisterPool(0, cache, self.geometry), (self.descriptor,))
         self.describe()
         return answer
 
@@ -154,14 +155,26 @@ def endpoint(page_size: int = 4) -> Endpoint:
 
 
 def claim(room: int, end_token: int, listed: bytes, *, offset: int = 0, count: int | None = None) -> Receive:
-    return Receive(0, room, 0, endpoint(), 0, end_token, offset, len(listed) // 4 if count is None else count, listed)
+    return Receive(
+        0,
+        room,
+        endpoint(),
+        (CachePages(0, 0, end_token, len(listed) // 4 if count is None else count, listed, offset),),
+    )
+
+
+def offer(room: int, first_token: int, end_token: int, listed: bytes, *, last: bool = True) -> Offer:
+    return Offer(0, room, (CachePages(0, first_token, end_token, len(listed) // 4, listed),), last)
 
 
 def run(source: Side, target: Side, room: int) -> None:
     """Attach two sides and move one room between them until both halves have ended."""
     source.bytes[:] = np.arange(len(source.bytes)) % 251
     assert isinstance(target.say(claim(room, 24, pages(7, 3, 5))), Accepted)
-    assert isinstance(source.say(Offer(0, room, 0, 0, 24, True, pages(1, 2, 3, 4, 5, 6))), Accepted)
+    assert isinstance(
+        source.say(offer(room, 0, 24, pages(1, 2, 3, 4, 5, 6))),
+        Accepted,
+    )
     for _ in range(20_000):
         target.turn(source)
         source.turn(target)

@@ -83,6 +83,7 @@ GOOD = {
     "other pages": changed(decode__pageSize=1, decode__pageOrder="HND"),
     "opaque pages": changed(prefill__pageOrder="Opaque", decode__pageOrder="Opaque"),
     "a latent": changed(model=MLA, prefill__tensorParallel=4),
+    "a staged latent": changed(model=MLA, prefill__tensorParallel=1, transfer__staging="Always"),
     "one head": changed(model=MQA, prefill__tensorParallel=2),
     "pipelines": changed(prefill__pipelineParallel=4, decode__pipelineParallel=2),
     "data parallel": changed(decode__dataParallel=8),
@@ -118,7 +119,24 @@ GOOD = {
     "digests": changed(integrity={"digest": True}),
     "host memory": changed(decode__target="Host"),
     "nobody expected": changed(prefill__instances=0),
+    "sizes with exponents": changed(prefill__staging={"bufferSize": "64e6"}, decode__staging={"poolSize": "0.5Ti"}),
+    "units of any size": changed(
+        agents={
+            "resources": {"requests": {"cpu": "1e-1", "scratch": "1E"}, "limits": {"cpu": "250000u", "scratch": "1Ei"}}
+        }
+    ),
+    "all taints": changed(agents={"tolerations": [{"operator": "Exists", "value": ""}]}),
+    "a registry with a port": changed(agents={"image": f"[::1]:5000/team/agent:1@sha256:{'a' * 64}"}),
     "a name of 40": named("a" * 40),
+}
+
+TOLERATIONS: dict[str, tuple[Body, str]] = {
+    "a toleration of nothing": ({"value": "a"}, "give operator Exists, or a key"),
+    "a taint that exists with a value": ({"key": "a", "operator": "Exists", "value": "b"}, "Exists takes no value"),
+    "seconds without their effect": (
+        {"key": "a", "effect": "NoSchedule", "tolerationSeconds": 5},
+        "tolerationSeconds is for effect NoExecute",
+    ),
 }
 
 BAD = {
@@ -130,10 +148,6 @@ BAD = {
     "no such dtype": (changed(model__dtype="fp8"), "spec.model.dtype"),
     "heads of a latent": (changed(model=MLA | {"kvHeads": 8}), "kvHeads must be 1 with attention MLA or MQA"),
     "heads of MQA": (changed(model=MQA | {"kvHeads": 2}), "kvHeads must be 1 with attention MLA or MQA"),
-    "a staged latent": (
-        changed(model=MLA, prefill__tensorParallel=1, transfer__staging="Always"),
-        "set transfer.staging to Auto or Never",
-    ),
     "heads that do not split": (
         changed(prefill__tensorParallel=3),
         "prefill.tensorParallel and model.kvHeads: one must divide the other",
@@ -170,6 +184,26 @@ BAD = {
         "enlarge poolSize or reduce bufferSize",
     ),
     "a size that is none": (changed(decode__staging={"poolSize": "4GB"}), "spec.decode.staging.poolSize"),
+    "a buffer that is none": (changed(prefill__staging={"bufferSize": "64MB"}), "spec.prefill.staging.bufferSize"),
+    "a request that is none": (
+        changed(agents={"resources": {"requests": {"memory": "2GB"}, "limits": {"memory": "1Gi"}}}),
+        "spec.agents.resources.requests.memory",
+    ),
+    "a ring beyond all numbers": (
+        changed(decode__staging={"poolSize": "99999999999E"}),
+        "poolSize must be from 16Mi to 16Ti",
+    ),
+    "an image with a space": (changed(agents={"image": "a b"}), "spec.agents.image"),
+    "a runtime class in capitals": (changed(agents={"runtimeClassName": "Nvidia"}), "spec.agents.runtimeClassName"),
+    "a priority class with a space": (
+        changed(decode__agents={"priorityClassName": "a b"}),
+        "spec.decode.agents.priorityClassName",
+    ),
+    **{
+        f"{name} at {place}": (changed(**{place: {"tolerations": [toleration]}}), expected)
+        for place in ("agents", "prefill__agents", "decode__agents")
+        for name, (toleration, expected) in TOLERATIONS.items()
+    },
     "half a byte": (changed(prefill__staging={"bufferSize": "8388608.5"}), "spec.prefill.staging.bufferSize"),
     "a buffer below a slab": (changed(prefill__staging={"bufferSize": "1Mi"}), "bufferSize must be from 8Mi to 1Ti"),
     "a ring below two slabs": (
@@ -223,7 +257,7 @@ BAD = {
         changed(prefill__agents={"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": 1}}}),
         "a request is above its limit",
     ),
-    "a variable of another program": (changed(agents={"env": [{"name": "LD_PRELOAD"}]}), "spec.agents.env[0].name"),
+    "a variable that is no name": (changed(agents={"env": [{"name": "UCX TLS"}]}), "spec.agents.env[0].name"),
     "a variable twice": (changed(agents={"env": [{"name": "UCX_TLS"}] * 2}), "Duplicate value"),
     "a volume of nothing": (changed(agents={"volumes": [{"name": "a"}]}), "give a volume one source"),
     "a volume of nothing at decode": (changed(decode__agents={"volumes": [{"name": "a"}]}), "give a volume one source"),

@@ -158,6 +158,20 @@ def test_a_fault_that_only_the_operator_finds_is_told_as_its(
     assert "Error spec.agents.env: the operator refuses it: LONGSHORE_NODE is no setting" in text
 
 
+def test_the_values_of_the_chart_that_a_manifest_needs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agents = {"image": "other:2", "annotations": {"a/b": "c"}, "env": [{"name": "UCX_TLS", "value": "all"}]}
+    path = file_of(tmp_path, changed(agents=agents))
+    status, text, _ = analyze(capsys, "-f", path)
+    assert status == 0
+    assert "permission by these values of the chart: allow.image: true; allow.annotations: [a/b=c]\n" in text
+    _, text, _ = analyze(capsys, "-f", path, "-o", "json")
+    assert json.loads(text)["deployments"][0]["needs"] == ["allow.image: true", "allow.annotations: [a/b=c]"]
+    _, text, _ = analyze(capsys, "-f", file_of(tmp_path, changed()))
+    assert "permission" not in text
+
+
 # -- the running deployment ----------------------------------------------------------------------------------------
 
 
@@ -223,8 +237,8 @@ def test_slabs_are_those_that_a_worker_cuts(
     plan = config.plan()
     pair = plan.pairs[-1]
     worker = WorkerConfig("w", "P", 1, source.at(pair.source_rank), (Half.SOURCE,), settings, 0, device=device.lower())
-    key = PairKey(RoomKey("P", 1, 0), pair.source_rank, pair.target_rank, 1, 1, "D")
-    claim, taken = Claim(key, 0, tokens, Way.STAGED), route(plan, pair.source_rank, pair.target_rank)
+    key = PairKey(RoomKey("P", 1), pair.source_rank, pair.target_rank, 1, 1, "D")
+    claim, taken = Claim(key, 0, tokens, Way.STAGED), route((plan,), pair.source_rank, pair.target_rank, 0)
     limits = limits_of(found.spec, device)
     page = max(config.prefill.page_size, config.decode.page_size)
     cut = grid(worker.session_config(), attached(target, settings.ring_bytes), claim, taken, {})
@@ -275,9 +289,14 @@ def test_engines_of_one_agent_copy_directly_where_a_node_has_both_roles() -> Non
     ]
 
 
+def test_latents_are_staged_between_gpus_of_two_agents() -> None:
+    latent = {"attention": "MLA", "layers": 61, "kvHeads": 1, "headDim": 576, "dtype": "bfloat16"}
+    found = told(deployment(model=latent), GPU)
+    assert [(way.between, way.way, way.why) for way in found.ways] == [("two agents", "Staged", "staging")]
+
+
 # -- warnings ------------------------------------------------------------------------------------------------------
 
-MLA = {"attention": "MLA", "layers": 61, "kvHeads": 1, "headDim": 576, "dtype": "bfloat16"}
 WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "a ring below a room": ({"decode__staging": {"poolSize": "1Gi"}}, "spec.decode.staging.poolSize"),
     "a ring of nothing": ({"transfer__staging": "Never"}, "spec.decode.staging.poolSize"),
@@ -288,10 +307,6 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "no staging between GPUs": (
         {"transfer__staging": "Never", "agents": {"gpuAccess": "CDI"}},
         "spec.transfer.staging",
-    ),
-    "a latent between GPUs": (
-        {"model": MLA, "prefill__tensorParallel": 1, "agents": {"gpuAccess": "CDI"}},
-        "spec.model.attention",
     ),
     "Mooncake into host memory": (
         {"transfer__backend": "Mooncake", "decode__target": "Host", "agents": {"gpuAccess": "CDI"}},

@@ -18,6 +18,7 @@ from longshore_cli.check.operators import Lease
 from longshore_cli.cluster import AgentPod, ClusterError, MissingError
 from longshore_spec import condition_reasons as reasons
 from longshore_spec import status as structs
+from longshore_spec.findings import KINDS
 
 NOW = dt.datetime(2026, 11, 27, 12, 0, 0, tzinfo=dt.UTC)
 LEASE = {"spec": {"holderIdentity": "one", "leaseDurationSeconds": 15, "renewTime": "2026-11-27T11:59:50.000000Z"}}
@@ -151,7 +152,7 @@ def test_every_reason_of_the_operator_has_a_state_and_a_section_of_the_page(row:
         assert wants_nothing or row.condition.value == "NodesShared"
         return
     assert row.truth.value != "True" or reasons.is_good(row.condition.value, "False", "")
-    assert found[0].way_out == (row.remedy or f"as the page says of the reason {row.name}")
+    assert found[0].way_out == (row.remedy or "wait: it passes by itself")
     page_text = (ROOT / "docs" / "reference" / "conditions.md").read_text()
     assert f"## {row.condition.value}\n" in page_text and f"| `{row.name}` |" in page_text
 
@@ -224,7 +225,6 @@ UNPLACED = {
         ),
         ([pod("n-0"), waiting("ErrImagePull", "x" * 400)], "images", "error", "xx…"),
         ([pod("n-0"), pod("n-1")], "pods", "ok", "2 of 2 agents are ready"),
-        ([pod("n-0"), waiting("ErrImagePull", "not found")], "pods", "error", "n-1: r/agent:9: not found"),
         ([pod("n-0"), waiting("CrashLoopBackOff", "", **CRASHED)], "pods", "error", "ended with 137 (OOMKilled)"),
         ([pod("n-0"), pod("n-1", ready=False, phase="Pending", conditions=[UNPLACED])], "pods", "error", "rdma/hca"),
         ([pod("n-0"), pod("n-1", ready=False)], "pods", "error", "n-1: FailedMount: no mps"),
@@ -256,6 +256,208 @@ def test_during_a_rotation_agents_may_have_the_previous_keys() -> None:
 
 def test_a_deployment_without_agents_is_an_error() -> None:
     assert only(pods.lines(SECTION, served(agents={"desired": 0}), [], {}), "pods").state is State.ERROR
+
+
+# -- one fault is one error ----------------------------------------------------------------------------------------
+
+
+def untrue(cause: str, reason: str, message: str, ready: str = "AgentsNotReady", blocked: str = "Blocked") -> Body:
+    """A deployment as its operator writes it when one condition is not good: Ready and Progressing repeat it."""
+    body = served(agents={"desired": 2, "ready": 1})
+    written = {
+        "Ready": ("False", ready, f"{reason}: {message}"),
+        cause: ("False", reason, message),
+        "Progressing": ("False" if blocked == "Blocked" else "True", blocked, message),
+    }
+    for condition in body["status"]["conditions"]:
+        if condition["type"] in written:
+            condition |= dict(zip(("status", "reason", "message"), written[condition["type"]], strict=True))
+    return body
+
+
+def wrong(**changes: Any) -> list[Line]:
+    return [line for line in lines(**changes) if line.state is not State.OK]
+
+
+PULL = "failed to resolve reference: " + "x" * 400
+QUOTA = "FailedCreate: exceeded quota: q"
+NO_PULL = waiting("ErrImagePull", PULL)
+KILLED = pod(
+    "n-1",
+    ready=False,
+    containerStatuses=[
+        {"name": "agent", "image": "a", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, **CRASHED}
+    ],
+)
+NO_LIBRARY = structs.SelfTest("NIXL", "", 0, 0.0, error="no library")
+
+
+@pytest.mark.parametrize(
+    ("body", "agents", "seen", "check", "way_out"),
+    [
+        (
+            untrue("AgentsReady", "AgentsNotReady", f"1 of 2 agents are ready: no pod on n-1 ({QUOTA})"),
+            [pod("n-0")],
+            reached(page(worker("a"))),
+            "pods",
+            "kubectl -n team describe daemonsets -l longshore.dev/deployment=llama",
+        ),
+        (
+            untrue("AgentsReady", "AgentsNotReady", f"1 of 2 agents are ready: n-1 ({PULL})"),
+            [pod("n-0"), NO_PULL],
+            reached(page(worker("a"))),
+            "images",
+            "correct the image or its pull Secret",
+        ),
+        (
+            untrue("AgentsReady", "AgentsNotReady", "1 of 2 agents are ready: n-1 (OOMKilled)"),
+            [pod("n-0"), KILLED],
+            [*reached(page(worker("a"))), pages.Reached(KILLED, ClusterError("connection refused"))],
+            "pods",
+            "kubectl -n team describe pods -l longshore.dev/deployment=llama",
+        ),
+        (
+            untrue("AgentsReady", "AgentsUpdating", "1 of 2 agents are ready", blocked="RollingOut"),
+            [pod("n-0"), pod("n-1", ready=False, phase="Pending", conditions=[UNPLACED])],
+            reached(page(worker("a"))),
+            "pods",
+            "kubectl -n team describe pods -l longshore.dev/deployment=llama",
+        ),
+        # No agent is wanted where a role has no node.
+        (
+            untrue("AgentsReady", "NoNodes", "no node is picked by decode"),
+            [pod("n-0")],
+            reached(page(worker("a"))),
+            "AgentsReady",
+            "Label nodes to match nodeSelector, or change it.",
+        ),
+        (
+            untrue("AgentsReady", "ChildRefused", "DaemonSet llama-agent-decode: denied the request"),
+            [pod("n-0")],
+            reached(page(worker("a"))),
+            "AgentsReady",
+            "Change what the response in the message refuses",
+        ),
+        (
+            untrue("Compatible", "InvalidSpec", "spec.decode: …", ready="Incompatible"),
+            [pod("n-0"), pod("n-1")],
+            reached(page(worker("a", to="b")), page(worker("b", to="a"))),
+            "Compatible",
+            "Correct the fields that the message names.",
+        ),
+        # Engines may not use it, although nothing has failed.
+        (
+            untrue("AgentsReady", "AgentsUpdating", "1 run generation 2", blocked="RollingOut"),
+            [pod("n-0"), pod("n-1")],
+            reached(page(worker("a", to="b")), page(worker("b", to="a"))),
+            "AgentsReady",
+            "wait: it passes by itself",
+        ),
+        # The command may not read the events that the operator has read.
+        (
+            untrue("AgentsReady", "AgentsNotReady", f"1 of 2 agents are ready: no pod on n-2 ({QUOTA} of another)"),
+            [pod("n-0")],
+            reached(page(worker("a"))),
+            "AgentsReady",
+            "Remove the cause that the message gives for each node.",
+        ),
+        (
+            untrue("AgentsReady", "AgentsNotReady", "1 of 2 agents are ready: n-1 (SelfTestFailed: no library)"),
+            [pod("n-0"), pod("n-1", ready=False)],
+            [*reached(page(worker("a"))), pages.Reached(pod("n-1", ready=False), reached(page(self_test=NO_LIBRARY))[0].page)],
+            "readyz",
+            "see the agent's log",
+        ),
+    ],
+    ids=["quota", "image", "killed", "no-room", "no-nodes", "refused", "invalid", "rollout", "no-events", "self-test"],
+)  # fmt: skip
+def test_one_fault_is_one_error(
+    body: Body, agents: list[AgentPod], seen: list[pages.Reached], check: str, way_out: str
+) -> None:
+    told = {"llama-agent-prefill": QUOTA} if "no pod on n-1" in str(body) else {}
+    found = wrong(deployments=[body], pods=agents, reached=seen, warnings={SPACE: told})
+    (line,) = [line for line in found if line.state is State.ERROR]
+    assert line.check == check, line
+    assert line.way_out.startswith(way_out) or check == "readyz"
+    assert sum(PULL[:100] in line.message for line in found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "code"),
+    [
+        ("EnginesConnected", "EnginesRefused", "EngineRefused"),
+        ("PeersConnected", "PeersLost", "PeerLost"),
+        ("PeersConnected", "PeersLost", "PeerRefused"),
+        ("TransportVerified", "WireNotAllowed", "PeerWireNotAllowed"),
+        ("TransportVerified", "WireUnknown", "WireUnknown"),
+    ],
+)
+def test_a_condition_that_says_what_a_finding_says_is_left_out(kind: str, reason: str, code: str) -> None:
+    assert reasons.is_known(reasons.ConditionType(kind), reason) and code in KINDS
+    body = served()
+    condition = next(each for each in body["status"]["conditions"] if each["type"] == kind)
+    condition |= {"status": "False", "reason": reason, "message": "n-0: engine d is refused"}
+    told = page(worker("a", to="b"))
+    assert [line.check for line in wrong(deployments=[body], reached=reached(told, page(worker("b", to="a"))))] == [
+        kind
+    ]
+    told["findings"] = [{"code": code, "severity": "error", "text": "engine d is refused", "way_out": "w", "link": "l"}]
+    (line,) = wrong(deployments=[body], reached=reached(told, page(worker("b", to="a"))))
+    assert line.message == f"{code}: n-0: engine d is refused"
+
+
+def test_a_deployment_without_a_status_is_one_error() -> None:
+    found = wrong(deployments=[scene.deployment()], pods=[], reached=[])
+    assert [(line.check, line.message) for line in found] == [("conditions", "no operator has written a status yet")]
+
+
+def test_a_cause_is_that_of_its_own_daemon_sets() -> None:
+    told = {"llama-agent-decode": QUOTA, "llama-agent-agent-prefill": "FailedCreate: of the deployment llama-agent"}
+    line = only(pods.lines(SECTION, served(), [pod("n-0")], told), "pods")
+    assert line.message == f"1 of 2 agents are ready: 1 without a pod ({QUOTA})"
+
+
+def test_a_second_fault_is_a_second_error() -> None:
+    body = untrue("AgentsReady", "AgentsNotReady", "0 of 2 agents are ready: …")
+    found = wrong(deployments=[body], pods=[waiting("ErrImagePull", PULL, "n-0"), KILLED], reached=[])
+    images, others = (line for line in found if line.state is State.ERROR)
+    assert (images.check, others.check) == ("images", "pods")
+    assert "n-0" not in others.message and "n-1: agent ended with 137" in others.message
+
+
+def test_conditions_of_the_same_words_are_one_line() -> None:
+    body = served()
+    for condition in body["status"]["conditions"][3:6]:
+        condition |= {"status": "Unknown", "reason": "NoEngines", "message": "no engine has registered yet"}
+    (line,) = wrong(deployments=[body])
+    kinds = "EnginesConnected, PeersConnected, TransportVerified"
+    assert line.message == f"{kinds} are Unknown, NoEngines: no engine has registered yet"
+    assert line.check == "EnginesConnected"
+
+
+def test_a_pause_is_said_once() -> None:
+    progress = {"type": "Progressing", "status": "Unknown", "reason": "Paused", "message": "only the status is written"}
+    body = scene.deployment(paused=True)
+    alone = served(body, conditions=[*served()["status"]["conditions"][:-1], progress])
+    assert [line.check for line in wrong(deployments=[alone])] == ["paused"]
+    held = untrue("AgentsReady", "Paused", "spec.paused is true, so this waits: DaemonSet llama-agent-decode")
+    waits = held | {"spec": body["spec"]}
+    waits["status"]["conditions"][-1] = progress
+    assert [line.check for line in wrong(deployments=[waits])] == ["AgentsReady"]
+
+
+def test_an_operator_that_does_not_run_and_cannot_renew_its_lease_is_one_error() -> None:
+    found = wrong(operators=[scene.operator(body=stopped(0))], leases={PLACE: Lease(LEASE, renewed=False)})
+    assert [line.check for line in found] == ["available"]
+
+
+def test_an_operator_without_a_pod_is_looked_up_at_its_replica_set() -> None:
+    body = stopped(0)
+    failed_create = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: q"}
+    body["status"]["conditions"].append(failed_create)
+    line = only(lines(operators=[scene.operator(body=body)]), "available")
+    assert "exceeded quota" in line.message
+    assert line.way_out.startswith("kubectl -n longshore-system describe replicasets -l ")
 
 
 # -- the agents' pages ---------------------------------------------------------------------------------------------
@@ -334,6 +536,16 @@ def test_a_finding_has_the_way_out_and_the_page_that_the_agent_gives() -> None:
     unknown["findings"] = [{"code": "New", "severity": "error", "text": "t", "way_out": "w", "link": "l"}]
     line = said("findings", unknown)
     assert (line.state, line.message, line.way_out, line.link) == (State.ERROR, "New: n-0: t", "w", "l")
+
+
+@pytest.mark.parametrize("code", KINDS)
+def test_every_finding_of_an_agent_is_a_line(code: str) -> None:
+    told = page()
+    told["findings"] = [{"code": code, "severity": "error", "text": "t", "way_out": "w", "link": "l"}]
+    found = pages.lines(SECTION, scene.spec_of(), reached(told), RELEASE)
+    [line] = [line for line in found if line.message == f"{code}: n-0: t"]
+    # The line that says that all is well is replaced.
+    assert [each.state for each in found if each.check == line.check] == [State.ERROR]
 
 
 def test_tcp_between_two_nodes_with_rdma_devices_is_slow() -> None:

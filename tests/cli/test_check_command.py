@@ -7,6 +7,7 @@ import textwrap
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import check_scene as scene
@@ -93,6 +94,16 @@ def test_agents_that_do_not_answer_in_time_are_given_up_and_the_others_are_kept(
         end.set()
     assert found[0] == 200
     assert all(f"silent-{n} has not answered within 0.5 s" in str(error) for n, error in enumerate(found[1:]))
+
+
+def test_only_warnings_about_pods_and_daemon_sets_are_causes() -> None:
+    kinds = {"DaemonSet": "quota", "Service": "no endpoints", "Pod": "no volume"}
+    told = [
+        {"reason": "Failed", "message": text, "involvedObject": {"kind": kind, "name": "llama-agent", "uid": kind}}
+        for kind, text in kinds.items()
+    ]
+    cluster: Any = SimpleNamespace(listed=lambda *_: told)
+    assert reading._warnings(cluster, "team") == {"llama-agent": "Failed: quota", "Pod": "Failed: no volume"}
 
 
 def test_an_agent_of_another_release_that_tells_less_is_named() -> None:

@@ -24,7 +24,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setenv(f"LONGSHORE_ENGINE_{name}", "1")
     monkeypatch.syspath_prepend(FOLDER)
     found = importlib.import_module("engine_pod")
-    monkeypatch.setattr(found, "ranks_of", lambda _half: [])
+    monkeypatch.setattr(found, "ranks_of", lambda _half, _instance: [])
     yield found
     for name in ("engine_pod", "own_engine"):
         del sys.modules[name]
@@ -50,7 +50,7 @@ def test_a_prefill_pod_that_starts_later_is_found(program: ModuleType, monkeypat
         monkeypatch.setattr(program, "PORT", server.getsockname()[1])
         # The first attempt fails, since nothing listens before this pause.
         monkeypatch.setattr(time, "sleep", lambda _seconds: server.listen())
-        with program.connected("127.0.0.1") as found:
+        with program.connected("127.0.0.1", program.PORT) as found:
             assert found.getpeername() == server.getsockname()
 
 

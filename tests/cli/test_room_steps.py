@@ -36,6 +36,7 @@ def span(worker: str, stage: str, kind: str, start_us: float, end_us: float, **m
         "source_rank": -1,
         "target_rank": -1,
         "slab": -1,
+        "cache": -1,
         "lane": -1,
         "start_ns": LATE_NS + round(1000 * start_us),
         "end_ns": LATE_NS + round(1000 * end_us),
@@ -167,6 +168,17 @@ def test_an_arrow_leads_from_each_message_to_the_step_that_handles_it() -> None:
         ("send", "Offer"),
         ("send DONE", "DONE"),
     }
+
+
+def test_messages_of_two_caches_are_told_apart() -> None:
+    ranks = {"source_rank": 1, "target_rank": 0}
+    sent = [span(DECODE, "send Claim", "send", 1 + cache, 2 + cache, cache=cache, **ranks) for cache in (0, 1)]
+    taken = [span(PREFILL, "Claim", "handle", 11 - cache, 12 - cache, cache=cache, **ranks) for cache in (0, 1)]
+    steps = joined([detail("target", DECODE, *sent), detail("source", PREFILL, *taken)], SAME)
+    found = [(steps[sender].cache, steps[receiver].cache) for sender, receiver in arrows(steps)]
+    assert sorted(found) == [(0, 0), (1, 1)]
+    lines = [line for line in timeline.table(steps).splitlines() if "send Claim" in line]
+    assert [line.partition("send ")[2] for line in lines] == ["Claim 1→0", "Claim 1→0 cache 1"]
 
 
 def test_the_table_has_a_line_for_each_step_and_each_gap_and_the_sums() -> None:

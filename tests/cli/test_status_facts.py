@@ -25,7 +25,16 @@ from longshore_cli.status import facts, shown
 from longshore_cli.status.facts import Agent, Deployment
 from longshore_cli.status.reading import Reader
 from longshore_cli.status_pages import AgentPageError
-from longshore_spec.status import EngineStatus, LayoutStatus, PeerStatus, RingStatus, Severity, WorkerState
+from longshore_spec.status import (
+    EngineStatus,
+    LayoutStatus,
+    LeftEngine,
+    LeftEngines,
+    PeerStatus,
+    RingStatus,
+    Severity,
+    WorkerState,
+)
 
 COLUMNS = 80
 HOSTILE = "bad\x1b[2J\n[bold]name[/bold]\u202e"
@@ -247,6 +256,17 @@ def test_two_hundred_agents_are_folded_to_those_with_faults_and_all_shows_each()
     assert max(map(len, lines + whole)) <= COLUMNS
     few = drawn(facts.of_cluster(body(), members[:2]))
     assert sum("node-" in line for line in few) == 2
+
+
+def test_engines_that_have_left_are_shown_and_their_rooms_count() -> None:
+    last = tuple(LeftEngine(f"p-{number}/0/0", ("source",), 60.0 * number, number, 1, 10**6) for number in range(5))
+    found = report(worker(), left=LeftEngines(7, 40, 2, 10**9, last))
+    assert (found.rooms_done, found.rooms_failed) == (47, 4)
+    text = "\n".join(drawn(facts.of_agents([agent(found=found)])[0]))
+    assert "left 60 s ago: p-1/0/0, rooms 1 done, 1 failed, 1 MB moved" in text
+    assert "4 more engine ranks left before (--all shows the last ones)" in text
+    assert "p-4/0/0" not in text
+    assert "p-4/0/0" in "\n".join(drawn(facts.of_agents([agent(found=found)])[0], every=True))
 
 
 def test_many_agents_with_one_fault_are_folded_too_and_so_are_many_pairs() -> None:

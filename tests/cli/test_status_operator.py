@@ -3,70 +3,18 @@
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import check_scene as scene
 import pytest
+from api_scene import DEPLOYMENTS, LEASE, NAME, api_server, lease, operator
 
 from longshore_cli.main import main
 
-NAME = "longshore-system/longshore-operator"
-DEPLOYMENTS = "/apis/apps/v1/deployments"
 OWN_DEPLOYMENTS = "/apis/apps/v1/namespaces/longshore-system/deployments"
-LEASE = "/apis/coordination.k8s.io/v1/namespaces/longshore-system/leases/longshore-operator"
-
-
-def lease(age_s: float, holder: str = "pod-1") -> dict[str, Any]:
-    renewed = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=age_s)).isoformat().replace("+00:00", "Z")
-    return {"spec": {"holderIdentity": holder, "leaseDurationSeconds": 15, "renewTime": renewed}}
-
-
-def operator(ready: int = 1) -> dict[str, Any]:
-    body = scene.operator().body
-    return {"items": [{**body, "status": {"readyReplicas": ready}}]}
-
-
-@contextmanager
-def api_server(objects: dict[str, Any], path: Path) -> Iterator[str]:
-    """Answer by path; refuse other paths as the API server does for missing rights. Yield a kubeconfig."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = objects.get(self.path.partition("?")[0])
-            # The age of a Lease is that of the request.
-            found = found() if callable(found) else found
-            refused = {"kind": "Status", "message": "no right to get this"}
-            data = json.dumps(refused if found is None else found).encode()
-            self.send_response(403 if found is None else 200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        body = {
-            "current-context": "one",
-            "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one", "namespace": scene.SPACE}}],
-            "clusters": [{"name": "one", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-            "users": [{"name": "one", "user": {}}],
-        }
-        path.write_text(json.dumps(body))
-        try:
-            yield str(path)
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ def accept_all(message: ToAgent) -> ToEngine | None:
     """Accept each message with a request number; a claim once its page list is complete."""
     if isinstance(message, EngineSteps | Hello | Renew):
         return None
-    if isinstance(message, Receive) and message.page_offset + len(message.pages) // 4 < message.page_count:
-        return None
+    if isinstance(message, Receive):
+        last = message.caches[-1]
+        return Accepted(message.request) if last.page_offset + len(last.pages) // 4 == last.page_count else None
     return Accepted(message.request)
 
 

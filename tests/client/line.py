@@ -19,6 +19,7 @@ from longshore_client.ledger import Call, HalfKey
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     TO_AGENT,
+    CachePages,
     Hello,
     Offer,
     RegisterPool,
@@ -99,17 +100,24 @@ class Line:
     def begin(self, *messages: ToAgent, descriptors: tuple[int, ...] = ()) -> Call:
         """Make a call without waiting for its answer."""
         first = messages[0]
-        key = HalfKey(Half.SOURCE, "prefill-0", first.room, first.pool) if isinstance(first, Offer) else None
+        key = HalfKey(Half.SOURCE, "prefill-0", first.room) if isinstance(first, Offer) else None
         call = Call(messages, key=key, descriptors=descriptors)
         self.core.enter(call, "a call")
         self.carry_out()
         return call
 
     def offer(self, room: int, first_token: int = 0, end_token: int = 4, *, last: bool = True) -> Call:
-        return self.begin(Offer(self.core.next_number(), room, 0, first_token, end_token, last, bytes(4)))
+        return self.begin(
+            Offer(
+                self.core.next_number(),
+                room,
+                (CachePages(0, first_token, end_token, len(bytes(4)) // 4, bytes(4)),),
+                last,
+            )
+        )
 
-    def register(self, pool: int, *descriptors: int) -> Call:
-        message = RegisterPool(self.core.next_number(), pool, pool_geometry(LAYOUT, 2))
+    def register(self, cache: int, *descriptors: int) -> Call:
+        message = RegisterPool(self.core.next_number(), cache, pool_geometry(LAYOUT, 2))
         return self.begin(message, descriptors=descriptors)
 
     # -- as a Connection ---------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def client_at(path, **more):
     return connect(path, instance="prefill-0", layout=LAYOUT, **{"timeout_s": WAIT_S, **more})
 
 
-def event(kind, room=7, half=Half.SOURCE, reason=Reason.NONE, instance="prefill-0", pool=0):
-    return RoomEvent(half, instance, room, pool, kind, reason)
+def event(kind, room=7, half=Half.SOURCE, reason=Reason.NONE, instance="prefill-0"):
+    return RoomEvent(half, instance, room, kind, reason)
 
 
 def told(agent, *kinds):

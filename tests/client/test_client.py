@@ -27,10 +27,15 @@ from longshore_client import (
     WaitTimeout,
     pool_geometry,
 )
+from longshore_client.ledger import Call, HalfKey, Ledger, Resume
+from longshore_client.pages import split_claim
 from longshore_wire.bindings import Binding
 from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
     PAGES_PER_MESSAGE_MAX,
+    TO_AGENT,
     Ask,
+    CachePages,
     Cancel,
     Endpoint,
     EndpointUpdate,
@@ -55,28 +60,28 @@ def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_pl
 @pytest.mark.shows("argument.send.{room,pages,first_token,end_token}", "argument.receive.{room,endpoint,pages}")
 def test_an_offer_and_a_claim_arrive_as_they_were_made():
     agent, client = agent_and_client()
-    client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
-    client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1)
+    client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True)
+    client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12)
     packed = b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
-    assert told(agent, Offer) == [Offer(0, 2**64 - 1, 3, 2, 11, last=True, pages=packed)]
+    assert told(agent, Offer) == [Offer(0, 2**64 - 1, (CachePages(0, 2, 11, len(packed) // 4, packed),), True)]
     (claim,) = told(agent, Receive)
-    assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
-    assert (claim.page_count, claim.digest) == (2, False)
+    assert (claim.room, claim.endpoint, claim.caches[0].first_token, claim.caches[0].end_token) == (9, ENDPOINT, 4, 12)
+    assert (claim.caches[0].page_count, claim.digest) == (2, False)
     assert client.open_count == 2
 
 
-@pytest.mark.shows("argument.ask.{room,endpoint,pool,capability}")
+@pytest.mark.shows("argument.ask.{room,endpoint,capability}")
 def test_an_ask_arrives_as_it_was_made_and_its_answer_is_an_event_once():
     agent, client = agent_and_client()
-    client.ask(9, ENDPOINT, pool=1, capability=b"secret")
+    client.ask(9, ENDPOINT, capability=b"secret")
     (ask,) = told(agent, Ask)
-    assert (ask.room, ask.pool, ask.endpoint, ask.binding) == (9, 1, ENDPOINT, Binding(b"", b"secret"))
+    assert (ask.room, ask.endpoint, ask.binding) == (9, ENDPOINT, Binding(b"", b"secret"))
     assert client.open_count == 1
-    offered = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 1, RoomEventKind.OFFERED)
+    offered = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, RoomEventKind.OFFERED)
     agent.say(offered, offered)
     assert client.poll() == [offered]
     with pytest.raises(RoomError, match="claimed already"):
-        client.ask(9, ENDPOINT, pool=1)
+        client.ask(9, ENDPOINT)
 
 
 def test_a_claim_takes_the_place_of_its_ask_also_at_the_next_agent():
@@ -92,7 +97,7 @@ def test_a_claim_takes_the_place_of_its_ask_also_at_the_next_agent():
     agent.agent(epoch=3)
     assert (len(told(agent, Ask)), len(told(agent, Receive)), client.open_count) == (0, 1, 1)
     # What an earlier agent said of the ask is late now.
-    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.OFFERED))
+    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, RoomEventKind.OFFERED))
     assert client.poll() == []
 
 
@@ -100,8 +105,8 @@ def test_a_cancelled_ask_is_not_told_that_its_room_is_offered():
     agent, client = agent_and_client()
     client.ask(9, ENDPOINT)
     client.cancel(9, Half.TARGET)
-    failed = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.FAILED, Reason.CANCELLED)
-    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, 0, RoomEventKind.OFFERED), failed)
+    failed = RoomEvent(Half.TARGET, ENDPOINT.instance, 9, RoomEventKind.FAILED, Reason.CANCELLED)
+    agent.say(RoomEvent(Half.TARGET, ENDPOINT.instance, 9, RoomEventKind.OFFERED), failed)
     assert client.poll() == [failed]
 
 
@@ -146,15 +151,40 @@ def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last():
     client.send(7, pages, 3, 4 * count - 1, last=True)
     offers = agent.of(Offer)
     bounds = [3, 4 * PAGES_PER_MESSAGE_MAX, 8 * PAGES_PER_MESSAGE_MAX, 4 * count - 1]
-    assert [(o.first_token, o.end_token) for o in offers] == list(pairwise(bounds))
+    assert [(o.caches[0].first_token, o.caches[0].end_token) for o in offers] == list(pairwise(bounds))
     assert [o.last for o in offers] == [False, False, True]
-    assert b"".join(o.pages for o in offers) == b"".join(page.to_bytes(4, "little") for page in pages)
+    assert b"".join(o.caches[0].pages for o in offers) == b"".join(page.to_bytes(4, "little") for page in pages)
     client.receive(8, ENDPOINT, pages, 3, 4 * count - 1)
     claims = agent.of(Receive)
     assert len({claim.request for claim in claims}) == 1
-    assert {claim.page_count for claim in claims} == {count}
-    assert [claim.page_offset for claim in claims] == [0, PAGES_PER_MESSAGE_MAX, 2 * PAGES_PER_MESSAGE_MAX]
-    assert b"".join(claim.pages for claim in claims) == b"".join(o.pages for o in offers)
+    assert {claim.caches[0].page_count for claim in claims} == {count}
+    assert [claim.caches[0].page_offset for claim in claims] == [0, PAGES_PER_MESSAGE_MAX, 2 * PAGES_PER_MESSAGE_MAX]
+    assert b"".join(claim.caches[0].pages for claim in claims) == b"".join(o.caches[0].pages for o in offers)
+
+
+@pytest.mark.parametrize(
+    "counts", [(8192, 1), (8192, 8192), (8191, 8192), (16384, 5), (0, 8192), (8192, 0), (1, 0, 20_000)]
+)
+def test_lists_of_several_caches_are_cut_in_order_and_no_part_of_a_list_is_empty(counts):
+    whole = Receive(1, 9, ENDPOINT, ())
+    lists = [CachePages(at, 0, 4 * count, count, bytes(4 * count)) for at, count in enumerate(counts)]
+    parts = [part for message in split_claim(whole, lists) for part in message.caches]
+    assert all(len(TO_AGENT.encode(message)) <= ENGINE_MESSAGE_BYTES_MAX for message in split_claim(whole, lists))
+    for each in lists:
+        own = [part for part in parts if part.cache == each.cache]
+        assert b"".join(part.pages for part in own) == each.pages
+        assert [part.page_offset for part in own] == [sum(len(p.pages) // 4 for p in own[:n]) for n in range(len(own))]
+        assert all(part.pages for part in own) or len(own) == 1
+    assert [part.cache for part in parts] == sorted(part.cache for part in parts)
+
+
+def test_a_send_of_other_tokens_resumes_no_earlier_one():
+    ledger, key = Ledger(), HalfKey(Half.SOURCE, "p", 1)
+    offer = Offer(1, 1, (CachePages(0, 0, 4, 1, bytes(4)),), False)
+    ledger.sent(key, Call((offer,), key=key))
+    for ranges, count in ((((0, 0, 8), (1, 0, 4)), 0), (((0, 0, 8), (1, 0, 8)), 3)):
+        ledger.stopped(key, Resume(((0, 0, 8), (1, 0, 8)), False, 3))
+        assert ledger.resumed(key, ranges, last=False) == count
 
 
 def test_a_claim_with_a_thousand_ranks_still_fits_its_messages():
@@ -165,15 +195,15 @@ def test_a_claim_with_a_thousand_ranks_still_fits_its_messages():
     client.receive(1, Endpoint("prefill-0", layout, ranks), pages, 0, 80_000)
     claims = agent.of(Receive)
     assert len(claims) > 3
-    assert b"".join(c.pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)
+    assert b"".join(c.caches[0].pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)
 
 
 def test_an_empty_last_chunk_and_a_full_hit_may_be_empty():
     agent, client = agent_and_client()
     client.send(1, [], 8, 8, last=True)
     client.receive(2, ENDPOINT, [], 8, 8)
-    assert told(agent, Offer) == [Offer(0, 1, 0, 8, 8, last=True, pages=b"")]
-    assert [(c.page_count, c.pages) for c in agent.of(Receive)] == [(0, b"")]
+    assert told(agent, Offer) == [Offer(0, 1, (CachePages(0, 8, 8, 0, b""),), True)]
+    assert [(c.caches[0].page_count, c.caches[0].pages) for c in agent.of(Receive)] == [(0, b"")]
 
 
 def test_pages_and_tokens_that_do_not_fit_are_refused_before_anything_is_sent():
@@ -221,7 +251,7 @@ def test_busy_carries_a_hint_and_the_same_call_again_sends_no_part_twice():
     assert client.open_count == 1
     client.send(1, list(range(count)), 0, 4 * count, last=True)
     half = 4 * PAGES_PER_MESSAGE_MAX
-    assert [(o.first_token, o.last) for o in agent.of(Offer)] == [(0, False), (half, True), (half, True)]
+    assert [(o.caches[0].first_token, o.last) for o in agent.of(Offer)] == [(0, False), (half, True), (half, True)]
 
 
 # -- events --------------------------------------------------------------------------------------------------------
@@ -263,22 +293,20 @@ def test_a_wait_that_gets_nothing_is_a_typed_error():
 def test_cancel_only_asks_and_a_claim_that_is_not_open_needs_none():
     agent, client = agent_and_client()
     client.cancel(5, Half.TARGET)
-    client.receive(7, ENDPOINT, [1], 0, 4, pool=2)
-    client.cancel(7, Half.TARGET, pool=2)
-    assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7, 2)]
+    client.receive(7, ENDPOINT, [1], 0, 4)
+    client.cancel(7, Half.TARGET)
+    assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7)]
     assert client.open_count == 1
     assert client.poll() == []
-    agent.say(
-        event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED, pool=2), event(RELEASED, half=Half.TARGET, pool=2)
-    )
-    client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=0, pool=2)
+    agent.say(event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED), event(RELEASED, half=Half.TARGET))
+    client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=0)
     assert client.open_count == 0
 
 
 def test_cancel_of_a_room_that_was_never_sent_is_told_and_no_event_follows():
     agent, client = agent_and_client()
     client.cancel(5, Half.SOURCE)
-    assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 5, 0)]
+    assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 5)]
     assert (client.open_count, client.poll()) == (0, [])
 
 
@@ -312,5 +340,5 @@ def test_a_half_that_the_agent_refuses_after_its_caller_gave_up_is_not_open():
         client.send(7, [1], 0, 4, last=True, timeout_s=0.05)
     assert client.is_open(7, Half.SOURCE, "prefill-0")
     (offer,) = agent.of(Offer)
-    agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
+    agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool"))
     assert not client.is_open(7, Half.SOURCE, "prefill-0")

@@ -19,6 +19,7 @@ from scene import ENDPOINT, LAYOUT, client_at, left_open, open_descriptors, told
 
 from longshore_client import (
     ArgumentError,
+    CacheTokens,
     Client,
     Half,
     KVLayout,
@@ -38,7 +39,8 @@ from longshore_client import (
     torch_region,
 )
 from longshore_client.cuda import device_name, device_region
-from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Endpoint, Offer, RankAddress, Receive
+from longshore_wire.engine_messages import TOKENS_MAX, CachePages, DeviceRegion, Endpoint, Offer, RankAddress, Receive
+from longshore_wire.layout import CACHES_MAX
 
 GEOMETRY = pool_geometry(LAYOUT, 2)
 
@@ -69,7 +71,7 @@ NO_TEXT = other_than(str) | st.sampled_from(["", "a\0b", "\ud800"])
 NO_TIME = other_than(int, float, type(None)) | st.booleans() | st.sampled_from([-1, -0.5, math.nan, math.inf, 2**70])
 NO_TIME_NOR_NONE = NO_TIME | st.none()
 NO_COUNT = outside(1, 2**31 - 1)
-NO_ROOM, NO_POOL, NO_TOKEN = outside(0, 2**64 - 1), outside(0, 2**31 - 1), outside(0, TOKENS_MAX)
+NO_ROOM, NO_CACHE, NO_TOKEN = outside(0, 2**64 - 1), outside(0, CACHES_MAX - 1), outside(0, TOKENS_MAX)
 
 
 def broken(good: msgspec.Struct, *fields: str) -> st.SearchStrategy[Any]:
@@ -104,8 +106,9 @@ class Call:
     wrong: dict[str, st.SearchStrategy[Any]]
 
 
-ROOM_CALL = {"room": NO_ROOM, "pool": NO_POOL, "first_token": NO_TOKEN, "end_token": NO_TOKEN, "pages": NO_PAGES}
-TOKENS = {"room": 1, "pages": [3, 4], "first_token": 0, "end_token": 8, "pool": 0, "timeout_s": 5.0}
+NO_OTHERS = other_than(list, tuple) | st.sampled_from([[1], [CacheTokens(1, [1], 0, 4)], (CacheTokens(0, [1], 0, 4),)])
+ROOM_CALL = {"others": NO_OTHERS, "room": NO_ROOM, "first_token": NO_TOKEN, "end_token": NO_TOKEN, "pages": NO_PAGES}
+TOKENS = {"room": 1, "pages": [3, 4], "first_token": 0, "end_token": 8, "others": (), "timeout_s": 5.0}
 SECRETS = {"prompt": b"p" * 16, "capability": b"c" * 16}
 NO_SECRETS = dict.fromkeys(SECRETS, other_than(bytes) | st.binary(min_size=17, max_size=20))
 CALLS = {
@@ -131,7 +134,6 @@ CALLS = {
         {
             "room": 1,
             "endpoint": ENDPOINT,
-            "pool": 0,
             "memory": TargetMemory.DEVICE,
             "capability": SECRETS["capability"],
             "timeout_s": 5.0,
@@ -139,7 +141,6 @@ CALLS = {
         {
             "room": NO_ROOM,
             "endpoint": NO_ENDPOINT,
-            "pool": NO_POOL,
             "memory": other_than(TargetMemory).filter(lambda value: value is not None) | st.just(TargetMemory.HOST),
             "capability": NO_SECRETS["capability"],
             "timeout_s": NO_TIME_NOR_NONE,
@@ -147,9 +148,9 @@ CALLS = {
     ),
     "register_pool": Call(
         Client.register_pool,
-        {"pool": 5, "geometry": GEOMETRY, "regions": [0], "memory": TargetMemory.DEVICE, "timeout_s": 5.0},
+        {"cache": 5, "geometry": GEOMETRY, "regions": [0], "memory": TargetMemory.DEVICE, "timeout_s": 5.0},
         {
-            "pool": NO_POOL,
+            "cache": NO_CACHE,
             "geometry": NO_GEOMETRY,
             "regions": other_than(list, dict)
             | st.sampled_from(
@@ -174,36 +175,34 @@ CALLS = {
     ),
     "unregister_pool": Call(
         Client.unregister_pool,
-        {"pool": 9, "memory": TargetMemory.DEVICE, "timeout_s": 5.0},
-        {"pool": NO_POOL, "memory": other_than(TargetMemory) | st.just(TargetMemory.HOST), "timeout_s": NO_TIME},
+        {"cache": 9, "memory": TargetMemory.DEVICE, "timeout_s": 5.0},
+        {"cache": NO_CACHE, "memory": other_than(TargetMemory) | st.just(TargetMemory.HOST), "timeout_s": NO_TIME},
     ),
     "cancel": Call(
         Client.cancel,
-        {"room": 1, "half": Half.SOURCE, "instance": "p", "pool": 0, "timeout_s": 5.0},
+        {"room": 1, "half": Half.SOURCE, "instance": "p", "timeout_s": 5.0},
         {
             "room": NO_ROOM,
             "half": other_than(Half),
             "instance": NO_TEXT.filter(lambda value: value is not None),
-            "pool": NO_POOL,
             "timeout_s": NO_TIME_NOR_NONE,
         },
     ),
     "wait": Call(
         Client.wait,
-        {"room": 1, "half": Half.SOURCE, "instance": "p", "kinds": {RoomEventKind.DONE}, "timeout_s": 0, "pool": 0},
+        {"room": 1, "half": Half.SOURCE, "instance": "p", "kinds": {RoomEventKind.DONE}, "timeout_s": 0},
         {
             "room": NO_ROOM,
             "half": other_than(Half),
             "instance": NO_TEXT.filter(lambda value: value is not None),
             "kinds": other_than(set) | st.sampled_from([set(), [1], (Half.SOURCE,)]),
             "timeout_s": NO_TIME,
-            "pool": NO_POOL,
         },
     ),
     "is_open": Call(
         Client.is_open,
-        {"room": 1, "half": Half.SOURCE, "instance": "p", "pool": 0},
-        {"room": NO_ROOM, "half": other_than(Half), "instance": NO_TEXT, "pool": NO_POOL},
+        {"room": 1, "half": Half.SOURCE, "instance": "p"},
+        {"room": NO_ROOM, "half": other_than(Half), "instance": NO_TEXT},
     ),
     "poll": Call(Client.poll, {"timeout_s": 0}, {"timeout_s": NO_TIME_NOR_NONE}),
     "endpoint": Call(Client.endpoint, {"timeout_s": 0}, {"timeout_s": NO_TIME_NOR_NONE}),
@@ -326,8 +325,8 @@ class Index:
 
 def test_numbers_of_other_integer_types_arrive_as_what_they_are() -> None:
     agent, client = agent_and_client()
-    client.send(Index(7), [Index(3)], Index(4), Index(8), last=True, pool=Index(2))
-    assert told(agent, Offer) == [Offer(0, 7, 2, 4, 8, last=True, pages=b"\3\0\0\0")]
+    client.send(Index(7), [Index(3)], Index(4), Index(8), last=True)
+    assert told(agent, Offer) == [Offer(0, 7, (CachePages(0, 4, 8, len(b"\3\0\0\0") // 4, b"\3\0\0\0"),), True)]
 
 
 def test_a_sequence_that_is_too_long_to_be_claimed_is_not_offered() -> None:

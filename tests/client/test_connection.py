@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,15 @@ from longshore_client import (
     pool_geometry,
 )
 from longshore_client.connection import AgentSocket
-from longshore_wire.engine_messages import Accepted, Hello, Offer, Receive, Refused, RegisterPool
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    Accepted,
+    Hello,
+    Offer,
+    Receive,
+    Refused,
+    RegisterPool,
+)
 from longshore_wire.layout import TargetMemory
 
 # As root it becomes another user, like a pod's process; its groups are the arguments.
@@ -60,7 +69,14 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
         [hello] = agent.of(Hello)
         assert hello == Hello(
-            1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid(), host=os.uname().nodename
+            ENGINE_PROTOCOL_VERSION,
+            "prefill-0",
+            LAYOUT,
+            "cpu",
+            (Half.SOURCE,),
+            hello.engine,
+            os.getpid(),
+            host=os.uname().nodename,
         )
         # No other engine has this name.
         assert hello.engine
@@ -187,7 +203,7 @@ def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
     with FakeAgent(path) as agent, client_at(path) as client:
         client.register_pool(4, geometry, descriptors)
         (message,) = agent.of(RegisterPool)
-        assert (message.pool, message.geometry) == (4, geometry)
+        assert (message.cache, message.geometry) == (4, geometry)
         for number, descriptor in enumerate(agent.descriptors[message.request]):
             with mmap.mmap(descriptor, 8192) as there:
                 memories[number][100] = 50 + number
@@ -233,7 +249,9 @@ def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothi
         agent.read_on()
         thread.join(WAIT_S)
         assert not thread.is_alive()
-        assert b"".join(c.pages for c in agent.of(Receive)) == b"".join(page.to_bytes(4, "little") for page in pages)
+        assert b"".join(c.caches[0].pages for c in agent.of(Receive)) == b"".join(
+            page.to_bytes(4, "little") for page in pages
+        )
         client.send(1, pages, 0, 4 * 131_072, last=True)
         assert len(agent.of(Offer)) == 16
 
@@ -438,16 +456,21 @@ def test_a_client_without_an_agent_sleeps_between_its_tries(path, monkeypatch):
         assert len(turns) <= 4 * len(dials)
 
 
-def test_a_forked_child_may_not_use_its_parents_client(path):
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_forked_child_may_not_use_its_parents_client(path, *, is_held):
+    """Another thread of the parent may hold the client's lock at the fork. Nobody frees it in the child."""
     with FakeAgent(path), client_at(path) as client:
         calls = (
             lambda: client.send(1, [1], 0, 4, last=True),
             lambda: client.poll(WAIT_S),
             lambda: client.wait(1, Half.SOURCE, timeout_s=WAIT_S),
             lambda: client.endpoint(WAIT_S),
+            lambda: client.open_count,
         )
-        child = os.fork()
+        child = fork_while_held(client) if is_held else os.fork()
         if child == 0:
+            # Ends a child that hangs.
+            signal.alarm(int(WAIT_S))
             refused_count = 0
             for call in calls:
                 try:
@@ -458,6 +481,25 @@ def test_a_forked_child_may_not_use_its_parents_client(path):
             os._exit(refused_count)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
         client.send(1, [1], 0, 4, last=True)
+
+
+def fork_while_held(client):
+    """Fork while another thread holds the client's lock."""
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with client._changed:
+            held.set()
+            forked.wait(WAIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(WAIT_S)
+    child = os.fork()
+    if child:
+        forked.set()
+        holder.join(WAIT_S)
+    return child
 
 
 def test_offers_of_many_threads_reach_the_last_of_many_agents_once_each_and_in_order(path):
@@ -487,7 +529,7 @@ def test_offers_of_many_threads_reach_the_last_of_many_agents_once_each_and_in_o
     offers = agent.of(Offer)
     assert len({offer.request for offer in offers}) == len(offers)
     for room in range(8):
-        assert [o.first_token for o in offers if o.room == room] == [4 * c for c in range(sent[room])]
+        assert [o.caches[0].first_token for o in offers if o.room == room] == [4 * c for c in range(sent[room])]
     client.close()
     agent.stop()
 

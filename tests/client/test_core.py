@@ -254,12 +254,12 @@ def test_what_an_agent_did_not_read_before_it_was_lost_is_said_once_to_the_next_
 
 
 def test_a_call_in_flight_of_a_room_that_the_next_agent_refuses_is_refused_as_well():
-    line = Line(answer=lambda m: None if isinstance(m, Offer) and m.first_token else accept_all(m))
+    line = Line(answer=lambda m: None if isinstance(m, Offer) and m.caches[0].first_token else accept_all(m))
     line.client.send(1, [1], 0, 4, last=False)
     call = line.offer(1, 4, 8)
     line.lose()
     line.agent(epoch=2, answer=refusing(Offer))
-    assert (call.answer.reason, [offer.first_token for offer in line.of(Offer)]) == (Reason.STALE_EPOCH, [0])
+    assert (call.answer.reason, [offer.caches[0].first_token for offer in line.of(Offer)]) == (Reason.STALE_EPOCH, [0])
     assert [each[:2] for each in ends(line.client)] == [(1, FAILED), (1, RELEASED)]
 
 
@@ -267,7 +267,7 @@ def test_a_call_in_flight_of_a_room_that_ended_is_settled_and_not_made_again():
     line = Line(answer=silent(Offer))
     done, failed, cancelled = line.offer(1), line.offer(2), line.offer(3)
     line.say(event(DONE, 1), event(RELEASED, 1), event(FAILED, 2, reason=Reason.PEER_LOST))
-    line.core.ledger.cancel(Half.SOURCE, None, 3, 0)
+    line.core.ledger.cancel(Half.SOURCE, None, 3)
     line.lose()
     line.agent(epoch=2)
     assert line.of(Offer) == []
@@ -316,7 +316,7 @@ def test_a_room_that_a_new_agent_refuses_fails_with_its_reason_and_is_released()
         (2, RELEASED, Reason.NONE),
     ]
     # A room that the agent has refused once is not offered partially.
-    assert [(offer.room, offer.first_token) for offer in line.of(Offer)] == [(2, 0), (3, 0)]
+    assert [(offer.room, offer.caches[0].first_token) for offer in line.of(Offer)] == [(2, 0), (3, 0)]
     assert (client.connected, client.open_count) == (True, 1)
 
 
@@ -349,7 +349,7 @@ def test_a_new_agent_that_is_busy_is_told_again_after_its_hint_in_the_same_order
     assert len(line.of(Offer)) == 1
     line.pass_s(30.0)
     assert line.client.connected
-    assert [offer.first_token for offer in line.of(Offer)] == [0, 0, 4, 4, 8, 8]
+    assert [offer.caches[0].first_token for offer in line.of(Offer)] == [0, 0, 4, 4, 8, 8]
 
 
 def test_an_agent_that_is_lost_while_it_hears_what_is_open_leaves_it_to_the_next_one():
@@ -397,7 +397,7 @@ def test_a_pool_is_taken_back_only_when_the_agent_says_so():
     assert (call.settled, line.given_back) == (False, [])
     line.say(Accepted(call.number))
     assert (call.settled, line.given_back) == (True, [71])
-    with pytest.raises(PoolRefused, match="pool 1"):
+    with pytest.raises(PoolRefused, match="cache 1"):
         line.client.unregister_pool(1)
     assert isinstance(line.register(1, 73).answer, Accepted)
 

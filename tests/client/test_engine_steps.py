@@ -44,7 +44,7 @@ def test_an_agent_that_asks_gets_the_steps_of_a_half_once_when_it_is_over():
     line.say(event(RELEASED))
     client.poll()
     (message,) = line.of(EngineSteps)
-    assert (message.half, message.instance, message.room, message.pool) == (Half.SOURCE, "prefill-0", 7, 0)
+    assert (message.half, message.instance, message.room) == (Half.SOURCE, "prefill-0", 7)
     assert names(message) == ["send", "send waits", "send", "send waits", "DONE"]
     assert all(step.start_ns <= step.end_ns for step in message.steps)
     for call, waiting in (message.steps[:2], message.steps[2:4]):
@@ -64,7 +64,7 @@ def test_a_half_whose_engine_takes_its_end_after_the_release_is_reported_then():
 
 
 def test_a_call_that_returns_after_its_half_was_reported_is_in_the_report_and_leaves_nothing_behind():
-    steps, key = Steps(), HalfKey(Half.SOURCE, "prefill-0", 7, 0)
+    steps, key = Steps(), HalfKey(Half.SOURCE, "prefill-0", 7)
     steps.wanted = True
     steps.sent(key, "send", 1, 2)
     steps.arrived(event(DONE), 3)
@@ -100,8 +100,8 @@ def test_an_engine_that_never_takes_an_event_keeps_the_steps_of_a_limited_number
     steps.wanted = True
     for room in range(STEP_HALVES_MAX + 10):
         for _ in range(ENGINE_STEPS_MAX):
-            steps.sent(HalfKey(Half.SOURCE, "prefill-0", room, 0), "send", 1, 2)
-            steps.answered(HalfKey(Half.SOURCE, "prefill-0", room, 0), "send", 2, 3)
+            steps.sent(HalfKey(Half.SOURCE, "prefill-0", room), "send", 1, 2)
+            steps.answered(HalfKey(Half.SOURCE, "prefill-0", room), "send", 2, 3)
     assert len(steps) == STEP_HALVES_MAX
     last = STEP_HALVES_MAX + 9
     steps.arrived(event(RELEASED, room=last), 4)

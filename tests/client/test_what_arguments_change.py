@@ -14,12 +14,12 @@ from longshore_client import CallTimeout, Client, Half, PageOrder, WaitTimeout, 
 from longshore_wire.engine_messages import Cancel, Hello, RegisterPool
 
 GEOMETRY = pool_geometry(LAYOUT, 2)
-OTHERS = [{"room": 8}, {"half": Half.TARGET}, {"instance": "prefill-1"}, {"pool": 1}]
-MINE = {"room": 7, "half": Half.SOURCE, "instance": "prefill-0", "pool": 0}
+OTHERS = [{"room": 8}, {"half": Half.TARGET}, {"instance": "prefill-1"}]
+MINE = {"room": 7, "half": Half.SOURCE, "instance": "prefill-0"}
 
 
 def _key(named: dict[str, object]) -> tuple[object, ...]:
-    return named["half"], named["instance"], named["room"], named["pool"]
+    return named["half"], named["instance"], named["room"]
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def region() -> Iterator[int]:
 
 @pytest.mark.shows(
     "argument.send.room",
-    "argument.cancel.{room,half,instance,pool}",
-    "argument.wait.{room,half,instance,pool}",
-    "argument.is_open.{room,half,instance,pool}",
+    "argument.cancel.{room,half,instance}",
+    "argument.wait.{room,half,instance}",
+    "argument.is_open.{room,half,instance}",
 )
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
-def test_another_room_half_instance_or_pool_is_not_meant(other):
+def test_another_room_half_or_instance_is_not_meant(other):
     agent, client = agent_and_client()
     client.send(7, [1], 0, 4, last=True)
     assert client.is_open(**MINE)
@@ -117,13 +117,13 @@ def test_an_engine_says_who_it_is_where_its_pages_are_and_what_it_does(path):
     ]
 
 
-@pytest.mark.shows("argument.register_pool.pool", "argument.register_pool.geometry")
-def test_a_pool_is_registered_under_its_number_with_its_geometry(path, region):
+@pytest.mark.shows("argument.register_pool.cache", "argument.register_pool.geometry")
+def test_a_pool_is_registered_for_its_cache_with_its_geometry(path, region):
     offset = pool_geometry(LAYOUT, 1, offset=64, region_bytes=GEOMETRY.region_bytes[0])
     with FakeAgent(path) as agent, client_at(path) as client:
         client.register_pool(3, GEOMETRY, [region])
         client.register_pool(4, offset, [region])
-        assert [(message.pool, message.geometry) for message in agent.of(RegisterPool)] == [(3, GEOMETRY), (4, offset)]
+        assert [(message.cache, message.geometry) for message in agent.of(RegisterPool)] == [(3, GEOMETRY), (4, offset)]
 
 
 @pytest.mark.shows(

@@ -20,7 +20,7 @@ from longshore_agent.supervisor.reception import Reception
 from longshore_client import Half, KVLayout, PageOrder, Parallel, arguments, new_instance
 from longshore_engines.vllm_checks import roles_of, setting
 from longshore_operator.render.engines import engine_config_map
-from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory, Wanted
+from longshore_operator.render.wanted import ImageChoice, MpsDirectory, Wanted
 from longshore_spec import manifest
 from longshore_spec.agent_config import Gpu
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
@@ -130,7 +130,7 @@ def test_the_page_names_every_variable_and_no_other() -> None:
     page = (EXAMPLES.parent / "docs" / "how-to" / "engine-pods.md").read_text()
     wanted = deployment("vllm/tiny.yaml")
     spec = msgspec.structs.replace(wanted.manifest.spec, gpu=Gpu(mps=True))
-    images = ImageChoice("agent", "IfNotPresent", allowed=Allowed(mps=MpsDirectory("/run/mps", "/mps")))
+    images = ImageChoice("agent", "IfNotPresent", mps=MpsDirectory("/run/mps", "/mps"))
     manifest_with_mps = msgspec.structs.replace(wanted.manifest, spec=spec)
     written = variables(dataclasses.replace(wanted, manifest=manifest_with_mps, images=images), "prefill")
     assert set(re.findall(r"LONGSHORE_ENGINE_\w+|CUDA_MPS_\w+", page)) == set(written)

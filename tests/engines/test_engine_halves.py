@@ -53,7 +53,10 @@ def test_chunks_are_offered_in_order_and_the_half_ends_at_release(scene):
     assert world.halves.offer(7, (2,), 4, 6, last=True, half=half) is half
     world.expect(Offer, 2)
     offers = world.agent.of(Offer)
-    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+    assert [(each.caches[0].first_token, each.caches[0].end_token, each.last) for each in offers] == [
+        (0, 4, False),
+        (4, 6, True),
+    ]
     world.agent.say(event(DONE))
     wait_for(lambda: half.done)
     assert not half.ended

@@ -79,7 +79,7 @@ def test_an_offer_is_sent_whole_and_its_pages_are_the_engines_again_at_release(s
     world.rooms.carry_out([OFFER, REPORT])
     world.expect(OfferMessage)
     (offer,) = world.heard(OfferMessage)
-    assert (offer.room, offer.first_token, offer.end_token, offer.last) == (7, 0, 6, True)
+    assert (offer.room, offer.caches[0].first_token, offer.caches[0].end_token, offer.last) == (7, 0, 6, True)
     world.agent.say(event(DONE))
     world.agent.say(event(RELEASED, room=1))  # of no room
     world.look()
@@ -95,7 +95,10 @@ def test_a_prompt_is_offered_chunk_by_chunk_and_reported_after_both_its_end_and_
     world.rooms.carry_out([FIRST])
     world.rooms.carry_out([SECOND])
     world.expect(OfferMessage, 2)
-    assert [(each.room, each.first_token, each.end_token, each.last) for each in world.heard(OfferMessage)] == [
+    assert [
+        (each.room, each.caches[0].first_token, each.caches[0].end_token, each.last)
+        for each in world.heard(OfferMessage)
+    ] == [
         (7, 0, 4, False),
         (7, 4, 6, True),
     ]

@@ -209,7 +209,7 @@ def test_decode_asks_claims_and_is_done_when_pages_are_released_and_the_first_to
     assert (ask.prompt, ask.ask) == (ROOM, receiver._ask)
     granted(decode, receiver)
     (claim,) = decode.heard(Receive)
-    assert (claim.first_token, claim.end_token, claim.page_count) == (0, 6, 2)
+    assert (claim.caches[0].first_token, claim.caches[0].end_token, claim.caches[0].page_count) == (0, 6, 2)
     decode.agent.say(target(DONE))
     wait_for(lambda: receiver.half.done)
     assert receiver.poll() == KVPoll.Transferring
@@ -226,7 +226,7 @@ def test_a_prefix_that_decode_has_is_not_claimed(decode):
     receiver._pages = [3]
     granted(decode, receiver)
     (claim,) = decode.heard(Receive)
-    assert (claim.first_token, claim.end_token, claim.page_count) == (4, 6, 1)
+    assert (claim.caches[0].first_token, claim.caches[0].end_token, claim.caches[0].page_count) == (4, 6, 1)
 
 
 def test_an_abort_is_final_only_when_no_process_writes_the_pages(decode):
@@ -428,7 +428,12 @@ def test_a_handover_in_the_request_is_claimed_without_asking_prefill_and_has_the
     rows = fake.Rows(torch)
     receiver = handed(decode, rows, wants_logprobs=True, first_logprob=-0.5)
     (claim,) = decode.heard(Receive)
-    assert (claim.room, claim.first_token, claim.end_token, claim.page_count) == (ROOM, 0, 6, 2)
+    assert (claim.room, claim.caches[0].first_token, claim.caches[0].end_token, claim.caches[0].page_count) == (
+        ROOM,
+        0,
+        6,
+        2,
+    )
     assert decode.manager.sent == []
     assert decode.manager.prefill_info_table["10.0.0.5:8100"].dp_size == 1
     wait_for(lambda: decode.manager.client.is_open(ROOM, Half.TARGET, "prefill-0"))
@@ -467,7 +472,7 @@ def test_a_handover_that_decode_cannot_use_fails_the_request_with_the_reason(dec
     assert reason in str(caught.value)
     # Prefill releases its pages, if the handover tells which: an empty claim says that decode needs none.
     empty = [] if "longshore" in changed else [(changed.get("handover", HANDOVER).room, 0)]
-    assert [(claim.room, claim.page_count) for claim in decode.heard(Receive, len(empty))] == empty
+    assert [(claim.room, claim.caches[0].page_count) for claim in decode.heard(Receive, len(empty))] == empty
 
 
 def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with_the_last(prefill):
@@ -480,7 +485,10 @@ def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with
     prefill.rows[0][8:16], prefill.rows[1][4:8] = ROWS
     sender.send(np.array([2]), None, num_kv_tokens=2)
     offers = prefill.heard(Offer, 2)
-    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+    assert [(each.caches[0].first_token, each.caches[0].end_token, each.last) for each in offers] == [
+        (0, 4, False),
+        (4, 6, True),
+    ]
     assert prefill.sent(2)[1] == FirstToken(3, ROWS)
     instance = prefill.manager.client.instance
     prefill.agent.say(event(DONE, room=ROOM, instance=instance))

@@ -76,7 +76,10 @@ def test_the_tokens_of_chunks_follow_from_their_pages_and_the_length_of_the_prom
     sender.send(np.array([1]), None)
     sender.send(np.array([2]), None)
     offers = prefill.heard(Offer, 2)
-    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+    assert [(each.caches[0].first_token, each.caches[0].end_token, each.last) for each in offers] == [
+        (0, 4, False),
+        (4, 6, True),
+    ]
 
 
 def test_a_request_that_failed_at_another_rank_fails_here_only_when_its_pages_were_released(make):

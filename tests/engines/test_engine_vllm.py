@@ -178,7 +178,7 @@ def test_a_prompt_goes_from_one_engines_blocks_to_the_others(engines):
     decode.agent.expect(lambda: decode.agent.of(Receive))
     (offer,), (claim,) = prefill.agent.of(Offer), decode.agent.of(Receive)
     assert (claim.room, claim.endpoint) == (offer.room, endpoint("prefill"))
-    assert (claim.first_token, claim.end_token, claim.page_count) == (32, 70, 2)
+    assert (claim.caches[0].first_token, claim.caches[0].end_token, claim.caches[0].page_count) == (32, 70, 2)
 
     decode.agent.say(event(DONE, room=claim.room, half=Half.TARGET, instance="prefill"))
     decode.agent.say(event(RELEASED, room=claim.room, half=Half.TARGET, instance="prefill"))
@@ -206,7 +206,7 @@ def test_an_engine_without_requests_goes_on_until_its_workers_were_told(engines)
     assert not decode.scheduler.has_pending_push_work()
     decode.agent.expect(lambda: decode.agent.of(Receive))
     (claim,) = decode.agent.of(Receive)
-    assert (claim.first_token, claim.end_token, claim.page_count) == (70, 70, 0)
+    assert (claim.caches[0].first_token, claim.caches[0].end_token, claim.caches[0].page_count) == (70, 70, 0)
 
 
 @pytest.mark.parametrize("parameters", ["longshore_release", 5, [1]])
@@ -234,7 +234,9 @@ def test_chunks_are_offered_in_the_steps_that_compute_them(engines):
     prefill.step(scheduled((4, 2), p=(32, 20)))
     prefill.step(scheduled((4, 2, 5), new=False, p=(52, 18), other=(0, 40)))
     prefill.agent.expect(lambda: len(prefill.agent.of(Offer)) == 2)
-    assert [(each.room, each.first_token, each.end_token, each.last) for each in prefill.agent.of(Offer)] == [
+    assert [
+        (each.room, each.caches[0].first_token, each.caches[0].end_token, each.last) for each in prefill.agent.of(Offer)
+    ] == [
         (99, 0, 32, False),
         (99, 32, 70, True),
     ]
@@ -362,12 +364,12 @@ def test_a_request_that_comes_at_once_with_its_prompt_gets_blocks_when_prefill_h
     assert engine.scheduler.has_pending_push_work()
     engine.step_until(lambda found: engine.agent.of(Ask))
     assert engine.scheduler.get_num_new_matched_tokens(asked, 0) == (None, False)
-    engine.agent.say(RoomEvent(Half.TARGET, "prefill", 2**63 + 5, 0, RoomEventKind.OFFERED))
+    engine.agent.say(RoomEvent(Half.TARGET, "prefill", 2**63 + 5, RoomEventKind.OFFERED))
     engine.step_until(lambda found: engine.scheduler.get_num_new_matched_tokens(asked, 0) == (70, True))
     assert engine.agent.of(Receive) == []
     engine.scheduler.update_state_after_alloc(asked, blocks(4, 2, 5), 70)
     engine.step_until(lambda found: engine.agent.of(Receive))
-    assert [(claim.room, claim.end_token) for claim in engine.agent.of(Receive)] == [(2**63 + 5, 70)]
+    assert [(claim.room, claim.caches[0].end_token) for claim in engine.agent.of(Receive)] == [(2**63 + 5, 70)]
     engine.stop()
 
 

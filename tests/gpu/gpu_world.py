@@ -23,10 +23,22 @@ from typing import Any, Self
 import msgspec
 
 from longshore_cli.metrics_page import MetricsPage
-from longshore_client import Half, KVLayout, ModelShape, Parallel, TargetMemory, connect, create_region, pool_geometry
+from longshore_client import (
+    Attention,
+    CacheTokens,
+    Half,
+    KVLayout,
+    ModelShape,
+    Parallel,
+    TargetMemory,
+    connect,
+    create_region,
+    pool_geometry,
+)
 from longshore_client.cuda import device_name, device_region
 from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
+from longshore_wire.layout import PoolGeometry
 
 # Time to load torch and the transport in several processes concurrently.
 START_LIMIT_S = 60.0
@@ -144,21 +156,36 @@ class _Rank:
         self.client: Any = None
 
     def allocate(
-        self, *, device: int, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int
+        self,
+        *,
+        device: int,
+        layers: int,
+        kv_heads: int,
+        tp: int,
+        rank: int,
+        page_size: int,
+        page_count: int,
+        latent: bool = False,
+        index: bool = False,
     ) -> dict[str, Any]:
-        """Allocate memory for the pages and poison it."""
+        """Allocate memory for the pages and poison it. With `latent` they hold latents of DeepSeek's size.
+
+        With `index` there is a second cache, of index keys, with the same page ids.
+        """
         import torch
 
         self.torch, self.memory = torch, TargetMemory.DEVICE
-        self.layout = KVLayout(ModelShape(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
-        self.geometry = pool_geometry(self.layout, page_count)
-        length = self.geometry.region_bytes[0]
+        shape = ModelShape(layers, kv_heads, 128, 2)
+        if latent:
+            shape = ModelShape(layers, 1, 576, 2, Attention.LATENT)
+        keys = ModelShape(layers - 1, 1, 128, 2, Attention.LATENT)
+        others = (KVLayout(keys, Parallel(tp, rank), page_size, name="index"),) if index else ()
+        self.layout = KVLayout(shape, Parallel(tp, rank), page_size, others=others)
         self.device = torch.device("cuda", device)
-        memory = torch.empty(OFFSET_BYTES + length, dtype=torch.uint8, device=self.device)
-        heads = self.layout.heads
-        shape = (len(self.geometry.planes), page_count, page_size, len(heads), 128)
-        self.pages = memory[OFFSET_BYTES:].view(torch.int16).view(shape)
-        self.pages.fill_(POISON)
+        # By cache: its layout, geometry and pages.
+        self.caches = [self._allocated(layout, page_count) for layout in self.layout.caches]
+        _, self.geometry, self.pages = self.caches[0]
+        length = self.geometry.region_bytes[0]
         torch.cuda.synchronize(self.device)
         region = device_region(self.pages)
         return {
@@ -167,6 +194,14 @@ class _Rank:
             "bytes": length,
             "device": device_name(self.pages),
         }
+
+    def _allocated(self, layout: KVLayout, page_count: int) -> tuple[KVLayout, PoolGeometry, Any]:
+        torch, geometry = self.torch, pool_geometry(layout, page_count)
+        memory = torch.empty(OFFSET_BYTES + geometry.region_bytes[0], dtype=torch.uint8, device=self.device)
+        sizes = (len(geometry.planes), page_count, layout.page_size, len(layout.heads), layout.model.head_dim)
+        pages = memory[OFFSET_BYTES:].view(torch.int16).view(sizes)
+        pages.fill_(POISON)
+        return layout, geometry, pages
 
     def allocate_host(self, *, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int) -> None:
         """As `allocate`, in host memory."""
@@ -180,6 +215,7 @@ class _Rank:
         shape = (len(self.geometry.planes), page_count, page_size, len(self.layout.heads), 128)
         self.pages = torch.frombuffer(mapped, dtype=torch.int16).view(shape)
         self.pages.fill_(POISON)
+        self.caches = [(self.layout, self.geometry, self.pages)]
 
     def register_host(self, *, socket: str, instance: str, device: str) -> None:
         """Register pages of `allocate_host`, of an engine whose device is `device` ("cpu": all of its pages are there)."""
@@ -205,30 +241,34 @@ class _Rank:
             roles=(Half[role],),
             timeout_s=START_LIMIT_S,
         )
-        self.client.register_pool(0, self.geometry, [device_region(self.pages)], timeout_s=START_LIMIT_S)
+        for cache, (_, geometry, pages) in enumerate(self.caches):
+            self.client.register_pool(cache, geometry, [device_region(pages)], timeout_s=START_LIMIT_S)
 
     def endpoint(self) -> str:
         return msgspec.msgpack.encode(self.client.endpoint(START_LIMIT_S)).hex()
 
     def fill(self, *, seed: int, tokens: int, pages: list[int]) -> None:
         """Write the content of tokens [0, tokens), as a model would."""
-        for plane in range(len(self.geometry.planes)):
-            self._place(self.pages[plane], pages, self._values(seed, plane, tokens))
+        for cache, (layout, _, held) in enumerate(self.caches):
+            for plane in range(len(held)):
+                self._place(held[plane], pages, self._values(seed + 1000 * cache, plane, tokens, layout))
         self.torch.cuda.synchronize(self.device)
 
     def poison(self) -> None:
-        self.pages.fill_(POISON)
+        for _, _, held in self.caches:
+            held.fill_(POISON)
         self._settle()
 
     def differences(self, *, sequences: list[tuple[int, int, list[int]]]) -> int:
-        """Return the number of wrong elements in the pool: `pages` must hold (seed, tokens), all others poison."""
+        """Return the number of wrong elements in the pools: `pages` must hold (seed, tokens), all others poison."""
         self._settle()
         wrong = 0
-        for plane in range(len(self.geometry.planes)):
-            expected = self.torch.full_like(self.pages[plane], POISON)
-            for seed, tokens, pages in sequences:
-                self._place(expected, pages, self._values(seed, plane, tokens))
-            wrong += int((expected != self.pages[plane]).sum())
+        for cache, (layout, _, held) in enumerate(self.caches):
+            for plane in range(len(held)):
+                expected = self.torch.full_like(held[plane], POISON)
+                for seed, tokens, pages in sequences:
+                    self._place(expected, pages, self._values(seed + 1000 * cache, plane, tokens, layout))
+                wrong += int((expected != held[plane]).sum())
         return wrong
 
     def send(self, *, room: int, pages: list[int], tokens: int, chunk: int) -> tuple[float, float]:
@@ -237,13 +277,16 @@ class _Rank:
         size = self.layout.page_size
         for first in range(0, tokens, chunk):
             end = min(first + chunk, tokens)
-            self.client.send(room, pages[first // size : -(-end // size)], first, end, last=end == tokens)
+            ids = pages[first // size : -(-end // size)]
+            others = [CacheTokens(cache, ids, first, end) for cache in range(1, len(self.caches))]
+            self.client.send(room, ids, first, end, last=end == tokens, others=others)
             accepted_s = accepted_s or time.monotonic()
         return start_s, accepted_s
 
     def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int, digest: bool = False) -> None:
         known = msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint)
-        self.client.receive(room, known, pages, 0, tokens, memory=self.memory, digest=digest)
+        others = [CacheTokens(cache, pages, 0, tokens) for cache in range(1, len(self.caches))]
+        self.client.receive(room, known, pages, 0, tokens, memory=self.memory, digest=digest, others=others)
 
     def wait(self, *, room: int, half: str, instance: str) -> tuple[str, str, float]:
         """Return the end of one half, its text and its time."""
@@ -264,24 +307,25 @@ class _Rank:
         return time.monotonic() - begin_s
 
     def unregister(self) -> None:
-        self.client.unregister_pool(0, self.memory)
+        for cache in range(len(self.caches)):
+            self.client.unregister_pool(cache, self.memory)
 
     def free(self) -> None:
         """Free the pages' memory."""
-        del self.pages
+        del self.pages, self.caches
         self.torch.cuda.empty_cache()
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize(self.device)
 
-    def _values(self, seed: int, plane: int, tokens: int) -> Any:
+    def _values(self, seed: int, plane: int, tokens: int, layout: KVLayout) -> Any:
         """Return [tokens, heads, elements] of one plane; the same for every rank that holds these heads."""
         torch, device = self.torch, self.device
-        heads = self.layout.heads
+        heads = layout.heads
         number = torch.arange(tokens, device=device)[:, None, None] + (seed * 1_000_003 + plane) * 1_000_003
         number = number * 1_000_003 + torch.arange(heads.start, heads.stop, device=device)[:, None]
-        number = number * 1_000_003 + torch.arange(128, device=device)
+        number = number * 1_000_003 + torch.arange(layout.model.head_dim, device=device)
         number *= 6364136223846793005
         return ((number >> 33) & 0x7FFF).to(torch.int16)
 

@@ -79,7 +79,7 @@ def agent(torch: Any) -> Iterator[GPUAgent]:
 
 
 def started(
-    stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int, device: int, **changes: int
+    stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int, device: int, **changes: Any
 ) -> list[EngineProcess]:
     ranks = [stack.enter_context(EngineProcess()) for _ in range(tp)]
     for number, rank in enumerate(ranks):
@@ -100,12 +100,14 @@ def writes(agent: GPUAgent, way: str) -> float:
     return writes_by_way(agent).get(way, 0.0)
 
 
-def move(prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int, seed: int, far: list[int]) -> None:
+def move(
+    prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int, seed: int, far: list[int], **claim: Any
+) -> None:
     """Move one room; its bytes must be complete when DONE is reported."""
     room, endpoint = next(ROOMS), prefill[0].ask("endpoint")
     near = [(7 * page + seed) % 160 for page in range(-(-tokens // 16))]
     together(prefill, "fill", seed=seed, tokens=tokens, pages=near)
-    together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens)
+    together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens, **claim)
     together(prefill, "send", room=room, pages=near, tokens=tokens, chunk=256)
     for kind, text, _ in together(decode, "wait", room=room, half="TARGET", instance="prefill"):
         assert kind == "DONE", text
@@ -113,17 +115,18 @@ def move(prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int,
         assert kind == "DONE", text
 
 
+@pytest.mark.parametrize("caches", [{}, {"latent": True, "index": True}], ids=["heads", "latents and index keys"])
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2)])
 def test_engines_of_one_agent_exchange_pages_without_staging_and_every_byte_is_there_when_told(
-    source_tp: int, target_tp: int, agent: GPUAgent, torch: Any
+    source_tp: int, target_tp: int, caches: dict[str, bool], agent: GPUAgent, torch: Any
 ) -> None:
     with ExitStack() as stack:
-        prefill = started(stack, agent, "prefill", "SOURCE", source_tp, 0)
-        decode = started(stack, agent, "decode", "TARGET", target_tp, torch.cuda.device_count() - 1)
+        prefill = started(stack, agent, "prefill", "SOURCE", source_tp, 0, **caches)
+        decode = started(stack, agent, "decode", "TARGET", target_tp, torch.cuda.device_count() - 1, **caches)
         moved = []
         for index, tokens in enumerate((700, 1, 257)):
             far = [50 * index + page for page in range(-(-tokens // 16))]
-            move(prefill, decode, tokens, index + 1, far)
+            move(prefill, decode, tokens, index + 1, far, digest=bool(caches))
             moved.append((index + 1, tokens, far))
             assert together(decode, "differences", sequences=moved) == [0] * target_tp
         for seed in range(4, 30):

@@ -38,10 +38,12 @@ def agents(device_count: int) -> Iterator[list[GPUAgent]]:
         yield [stack.enter_context(GPUAgent(**small)) for _ in range(2)]
 
 
-def started(stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int, device: int) -> list[EngineProcess]:
+def started(
+    stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int, device: int, **changes: Any
+) -> list[EngineProcess]:
     ranks = [stack.enter_context(EngineProcess()) for _ in range(tp)]
     for number, rank in enumerate(ranks):
-        rank.begin("allocate", device=device, tp=tp, rank=number, **SHAPE)
+        rank.begin("allocate", device=device, tp=tp, rank=number, **SHAPE | changes)
     for rank in ranks:
         rank.result()
     for rank in ranks:
@@ -57,21 +59,37 @@ def together(ranks: list[EngineProcess], command: str, **arguments: Any) -> list
     return [rank.result() for rank in ranks]
 
 
-@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize(
+    ("source_tp", "target_tp", "latent", "page_size"),
+    [
+        (2, 1, False, 16),
+        (1, 2, False, 16),
+        (2, 2, False, 16),
+        (2, 1, True, 16),
+        (1, 2, True, 64),
+        (2, 2, True, 1),
+    ],
+)
 def test_pages_on_gpus_are_moved_staged_and_equal(
-    source_tp: int, target_tp: int, agents: list[GPUAgent], device_count: int
+    source_tp: int,
+    target_tp: int,
+    latent: bool,
+    page_size: int,
+    index: bool,
+    agents: list[GPUAgent],
+    device_count: int,
 ) -> None:
     with ExitStack() as stack:
-        prefill = started(stack, agents[0], "prefill", "SOURCE", source_tp, 0)
-        decode = started(stack, agents[1], "decode", "TARGET", target_tp, device_count - 1)
+        prefill = started(stack, agents[0], "prefill", "SOURCE", source_tp, 0, latent=latent, index=index)
+        far_pages = {"latent": latent, "index": index, "page_size": page_size, "page_count": 160 * 16 // page_size}
+        decode = started(stack, agents[1], "decode", "TARGET", target_tp, device_count - 1, **far_pages)
         endpoint = prefill[0].ask("endpoint")
         moved = []
-        for index, tokens in enumerate((700, 1, 257)):
-            room, count = next(ROOMS), -(-tokens // 16)
-            near, far = (
-                [(7 * page + index) % 160 for page in range(count)],
-                [50 * index + page for page in range(count)],
-            )
+        for turn, tokens in enumerate((700, 1, 257)):
+            room = next(ROOMS)
+            near = [(7 * page + turn) % 160 for page in range(-(-tokens // 16))]
+            far = [800 // page_size * turn + page for page in range(-(-tokens // page_size))]
             together(prefill, "fill", seed=room % 97, tokens=tokens, pages=near)
             together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens)
             together(prefill, "send", room=room, pages=near, tokens=tokens, chunk=256)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from longshore_lab.engine import commands
 from longshore_lab.engine.config import ModelConfig, RankOptions
 from longshore_lab.engine.errors import EngineError, MissingKVError, PagesExhaustedError, RankLostError
 from longshore_lab.engine.pages import PageAllocator, pages_for
-from longshore_lab.engine.processes import EngineProcesses
+from longshore_lab.engine.processes import STOP_TIMEOUT_S, EngineProcesses
 from longshore_lab.engine.rank import EngineRank, Sampled
 from longshore_lab.engine.starter import RankStarter
 from longshore_lab.engine.weights import edge_weights, full_layer, rank_layer
@@ -273,6 +274,21 @@ def test_a_killed_rank_is_reported_and_nothing_of_its_instance_is_left(starter: 
     other.wait_ready()
     assert len(other.generate([1, 2, 3], 2).tokens) == 2
     other.close()
+
+
+def test_a_rank_whose_driver_and_peers_have_ended_ends_without_a_traceback(
+    starter: RankStarter, capfd: pytest.CaptureFixture[str]
+) -> None:
+    instance = EngineProcesses(RankOptions(model=SMALL, tp=2, page_count=8), starter=starter)
+    os.kill(instance.pids[0], signal.SIGSTOP)
+    instance.post(commands.Prefill([1, 2, 3], instance.allocator.allocate(1), 0, 3))
+    for connection in instance._connections:
+        connection.close()
+    instance._connections.clear()
+    instance.kill(0)
+    ended = instance._processes[1].wait(STOP_TIMEOUT_S)
+    instance.close()
+    assert (ended, capfd.readouterr().err) == (0, "")
 
 
 def test_ranks_end_with_the_process_that_starts_them_and_the_driver_says_so() -> None:

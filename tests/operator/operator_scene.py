@@ -14,19 +14,48 @@ from longshore_operator import kinds, names
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Moment, Observed, observe
-from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory
-from longshore_operator.settings import ALLOWABLE
+from longshore_operator.render.wanted import ImageChoice, MpsDirectory
 from longshore_operator.world import Key, Poll, World
 from longshore_spec.findings import KINDS
-from longshore_spec.status import AgentStatus, EngineStatus, Finding, InstanceStatus, LayoutStatus, PeerStatus
+from longshore_spec.names import INJECT_LABEL
+from longshore_spec.permission import Allowed
+from longshore_spec.status import (
+    AgentStatus,
+    EngineStatus,
+    Finding,
+    InstanceStatus,
+    LayoutStatus,
+    PeerStatus,
+    RankStatus,
+)
 
 Body = dict[str, Any]
 # An administrator who allows everything.
 MPS = MpsDirectory("/run/nvidia/mps/nvidia.com/gpu/pipe", "/mps/nvidia.com/gpu/pipe")
-ALLOWED = Allowed(frozenset(ALLOWABLE), frozenset({"IPC_LOCK"}), ("/dev/infiniband",), MPS)
-IMAGES = ImageChoice("agent:1", "IfNotPresent", operator_image="operator:1", allowed=ALLOWED)
+ALLOWED = Allowed(
+    image=True,
+    host_network=True,
+    host_ipc=True,
+    no_network_policy=True,
+    annotations=("*",),
+    capabilities=("IPC_LOCK",),
+    csi_drivers=("*",),
+    host_paths=("/dev/infiniband",),
+    priority_classes=("*",),
+    se_linux_types=("*",),
+    tolerations=("*",),
+    variables=("*",),
+)
+IMAGES = ImageChoice("agent:1", "IfNotPresent", operator_image="operator:1", allowed=ALLOWED, mps=MPS)
 KEY = Key("team", "llama")
 NOW_S = 1000.0
+
+
+class Nobody:
+    """An API without requests, and a mutex that is not held."""
+
+    def check(self) -> None:
+        """Say nothing."""
 
 
 class Scene:
@@ -182,6 +211,15 @@ class Scene:
         if asked:
             self.world.answered(f"Pod-{name}", Poll(NOW_S - age_s, said))
 
+    def put_engine_pod(
+        self, name: str, label: str, state: Body | None = None, *, deleted: bool = False, **status: Any
+    ) -> set[Key]:
+        """Have a watch deliver the pod of an engine, whose container has this state."""
+        metadata = {"name": name, "namespace": KEY.namespace, "labels": {INJECT_LABEL: label}}
+        containers = [] if state is None else [{"restartCount": 0, "started": "running" in state["state"]} | state]
+        body = {"metadata": metadata, "spec": {"nodeName": "a"}, "status": {"containerStatuses": containers} | status}
+        return self.put(kinds.ENGINE_POD, body, deleted=deleted)
+
 
 def settled(**spec: Any) -> Scene:
     """A deployment whose two agents run."""
@@ -225,8 +263,9 @@ def engine(name: str, *roles: str) -> EngineStatus:
     return EngineStatus(name, 0, roles, LAYOUT)
 
 
-def instance(name: str, *roles: str, complete: bool = True) -> InstanceStatus:
-    return InstanceStatus(name, roles, LAYOUT, (), complete=complete)
+def instance(name: str, *roles: str, complete: bool = True, host: str | None = None) -> InstanceStatus:
+    ranks = () if host is None else (RankStatus(0, "10.0.0.1:1", "1", host=host),)
+    return InstanceStatus(name, roles, LAYOUT, ranks, complete=complete)
 
 
 def peer(name: str = "d", wire: str = "NVLink", state: str = "attached", **more: Any) -> PeerStatus:

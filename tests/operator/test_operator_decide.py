@@ -20,10 +20,11 @@ from longshore_operator.api import Api
 from longshore_operator.apply import Applier
 from longshore_operator.decide.decision import decide
 from longshore_operator.errors import RefusedError
-from longshore_operator.observe import Refusal
+from longshore_operator.observe import Refusal, Warned
 from longshore_operator.served import Served
 from longshore_operator.world import ChildKey, Key, Poll
 from longshore_spec.condition_reasons import TABLE, Truth, reason
+from longshore_spec.status import AgentStatus
 
 # As `AllowedWires.fault` says it.
 BARRED = "p reaches d over TCP, and transfer.wires allows only RDMA: give the agents its NIC, or add TCP to the list"
@@ -86,9 +87,31 @@ def shared() -> Scene:
     return scene
 
 
+CRASHED = {
+    "restartCount": 3,
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+    "lastState": {"terminated": {"reason": "Error", "exitCode": 1}},
+}
+ENDED = {"state": {"terminated": {"exitCode": 0}}}
+RUNS = {"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+
+
+def crashing(*reports: AgentStatus, **spec: Any) -> Scene:
+    """A pod of a prefill engine crashes."""
+    scene = two(*reports, **spec)
+    scene.put_engine_pod("prefill-0", "llama.prefill", CRASHED)
+    return scene
+
+
 def silent() -> Scene:
     scene = settled()
     scene.put_agent("a", age_s=31)
+    return scene
+
+
+def silent_with_crash() -> Scene:
+    scene = silent()
+    scene.put_engine_pod("prefill-0", "llama.prefill", CRASHED)
     return scene
 
 
@@ -119,6 +142,7 @@ SCENES = {
     ("AgentsReady", "SpecNotApplied"): incompatible(),
     ("EnginesConnected", "EnginesConnected"): CONNECTED,
     ("EnginesConnected", "EnginesMissing"): two(said(PREFILL), prefill=role(instances=2)),
+    ("EnginesConnected", "EnginesFailing"): crashing(),
     ("EnginesConnected", "EnginesRefused"): two(
         finds("EngineRefused", "engine d/0/0 (target) is refused: decode.pageSize")
     ),
@@ -286,7 +310,8 @@ def test_a_child_that_was_refused_is_told_for_the_generation_that_was_tried() ->
 
 
 def test_requests_that_fail_are_told_without_keys_too_and_nothing_else_is_asked_for() -> None:
-    for status in ({}, settled().body["status"]):
+    pending = {"keys": {"pending": {"secret": "llama-keys-0123", "accepted": ["k" * 40]}}}
+    for status in ({}, pending, settled().body["status"]):
         scene = settled()
         scene.body["status"] = status
         reasons = scene.reasons(failure="CREATE /secrets: 500: no answer")
@@ -296,7 +321,10 @@ def test_requests_that_fail_are_told_without_keys_too_and_nothing_else_is_asked_
             "Blocked",
         )
         assert scene.message("AgentsReady", failure="CREATE /secrets: 500") == "CREATE /secrets: 500"
-        assert scene.decide(failure="CREATE /secrets: 500").delete == ()
+        decision = scene.decide(failure="CREATE /secrets: 500")
+        assert decision.delete == ()
+        assert decision.status is not None
+        assert decision.status.get("keys") == status.get("keys")
 
 
 def test_an_agent_that_was_not_heard_yet_leaves_the_conditions_as_they_were() -> None:
@@ -385,6 +413,65 @@ def test_an_agent_that_has_just_started_is_updating_until_a_probe_or_it_says_mor
     status = decide(observed, IMAGES).status
     assert status is not None
     assert {entry["type"]: entry["reason"] for entry in status["conditions"]}["AgentsReady"] == reason
+
+
+STARTS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+NO_PLACE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"}
+CRASH_TEXT = "failing: pod prefill-0 (CrashLoopBackOff: back-off 40s; it ended with Error, exit code 1)"
+
+
+@pytest.mark.parametrize(
+    ("scene", "reason", "text"),
+    [
+        (crashing(), "EnginesFailing", f"no engine has registered yet; {CRASH_TEXT}"),
+        (
+            crashing(said(DECODE)),
+            "EnginesFailing",
+            f"0 of any prefill, 1 of any decode instances have registered; {CRASH_TEXT}",
+        ),
+        (
+            crashing(said(PREFILL), prefill=role(instances=2)),
+            "EnginesFailing",
+            f"1 of 2 prefill, 0 of any decode instances have registered; {CRASH_TEXT}",
+        ),
+        # A pod that crashes beside as many instances as are expected is the business of what scales it.
+        (crashing(said(PREFILL)), "EnginesConnected", "1 of any prefill, 0 of any decode instances have registered"),
+        # Its engine may have registered at the agent that is silent.
+        (silent_with_crash(), "AgentSilent", f"1 agents do not answer: a; {CRASH_TEXT}"),
+    ],
+)
+def test_pods_of_engines_that_fail_are_named(scene: Scene, reason: str, text: str) -> None:
+    assert (scene.reasons()["EnginesConnected"], scene.message("EnginesConnected")) == (reason, text)
+
+
+def test_pods_of_engines_are_seen_until_they_have_registered() -> None:
+    scene = two(said(instance("d", "target", host="decode-0")), prefill=role(instances=2))
+    label = "llama.prefill"
+    scene.put_engine_pod("decode-0", "llama.decode", RUNS)
+    scene.put_engine_pod("creating", label, STARTS)
+    scene.put_engine_pod("no-node", label, conditions=[NO_PLACE])
+    scene.put_engine_pod("running", label, RUNS)
+    scene.put_engine_pod("registered", label, RUNS)
+    scene.put_engine_pod("ended", label, ENDED, phase="Succeeded")
+    scene.put_engine_pod("of-another", "mistral.prefill", CRASHED)
+    scene.put_engine_pod("of-nobody", "llama", CRASHED)
+    scene.put_agent("b", said=said(instance("p", "source", host="registered")))
+    assert scene.message("EnginesConnected") == (
+        "1 of 2 prefill, 1 of any decode instances have registered; "
+        "failing: pod no-node (Unschedulable: 0/2 nodes are available); starting: creating; "
+        "running but not registered: running"
+    )
+    # The cluster warns of a pod that cannot start.
+    decision = scene.decide()
+    assert decision.waits
+    pod = next(pod for pod in scene.observe().engine_pods if pod.name == "creating")
+    warned = {pod.uid: Warned("FailedMount: /run/longshore/team/llama is not a directory", "2026-01-01T00:00:00Z")}
+    scene.world.engine_pods[KEY][pod.uid] = dataclasses.replace(pod, created="2025-12-31T23:59:00Z")
+    text = scene.message("EnginesConnected", warnings=warned)
+    assert "pod creating (FailedMount: /run/longshore/team/llama is not a directory)" in text
+    # Without a host name of each rank, nothing is said of pods that run.
+    scene.put_agent("b", said=said(instance("p", "source", host="")))
+    assert "running but not registered" not in scene.message("EnginesConnected")
 
 
 def test_an_agent_that_was_not_asked_yet_is_not_called_silent() -> None:

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from held_api import DEPLOYMENT_COUNT, HOST, LIMIT_S, ApiServer, Running, free_port
-from operator_scene import KEY, Scene, said
+from operator_scene import ALLOWED, KEY, Nobody, Scene, said
 from test_operator_lease import Server as LeaseServer
 
 from longshore_operator import kinds, names
@@ -143,7 +143,7 @@ def test_a_request_that_is_not_answered_ends_after_the_time_that_is_set(
     api.hold = lambda _method, path: "/leases/" in path
     start(request_timeout_s=0.3, lease_renew_s=100, lease_s=300)
     until(lambda: len([path for path in api.paths() if "/leases/" in path]) > 3, "it to be tried again")
-    assert configure(Settings(request_timeout_s=3)).networking.request_timeout == 3
+    assert configure(Settings(request_timeout_s=3), ()).networking.request_timeout == 3
 
 
 @pytest.mark.shows("operator.log_level")
@@ -335,13 +335,6 @@ def test_everything_is_looked_at_again_after_the_time_that_is_set() -> None:
     run(scenario)
 
 
-class Nobody:
-    """An API without requests, and a mutex that is not held."""
-
-    def check(self) -> None:
-        """Say nothing."""
-
-
 def reconciler(world: World, **settings: Any) -> Reconciler:
     chosen = dataclasses.replace(Settings(), **settings)
     return Reconciler(world, Nobody(), WorkQueue(), Nobody(), chosen, Metrics())  # type: ignore[arg-type]
@@ -371,6 +364,26 @@ def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none()
     assert pod(operator_image="ours:4")["initContainers"][0]["image"] == "ours:4"
 
 
+@pytest.mark.shows("operator.agent_pod_labels", "operator.agent_pod_annotations")
+def test_agents_pods_have_the_labels_and_annotations_that_are_set_and_their_deployments_own() -> None:
+    scene = Scene(agents={"labels": {"team": "own"}})
+
+    def metadata(**settings: str) -> dict[str, Any]:
+        images = dataclasses.replace(reconciler(scene.world, **settings)._images, allowed=ALLOWED)
+        children = {kind.name: body for kind, body in decide(scene.observe(), images).apply}
+        found: dict[str, Any] = children["DaemonSet"]["spec"]["template"]["metadata"]
+        return found
+
+    plain = metadata()
+    labels = json.dumps({"team": "all", "cost": "kv", names.ROLES_LABEL: "x"})
+    found = metadata(agent_pod_labels=labels, agent_pod_annotations='{"sidecar.istio.io/inject": "false"}')
+    assert found["labels"] == plain["labels"] | {"cost": "kv"}
+    assert found["annotations"]["sidecar.istio.io/inject"] == "false"
+    assert found["annotations"].keys() - plain["annotations"].keys() == {"sidecar.istio.io/inject"}
+    with pytest.raises(ConfigError, match=r"LONGSHORE_AGENT_POD_LABELS: .*got `int`"):
+        Settings.from_environment({"LONGSHORE_AGENT_POD_LABELS": '{"a": 1}'})
+
+
 @pytest.mark.shows("operator.log_format")
 def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -> None:
     def form(given: list[dict[str, str]], **settings: LogFormat) -> list[str]:
@@ -391,21 +404,24 @@ def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -
         Settings.from_environment({"LONGSHORE_LOG_FORMAT": "xml"})
 
 
-@pytest.mark.shows("operator.allow", "operator.allow_capabilities", "operator.allow_host_paths")
-def test_deployments_get_what_the_settings_allow() -> None:
+@pytest.mark.shows("operator.allow")
+def test_deployments_get_what_the_setting_allows() -> None:
     volumes = [{"name": "verbs", "hostPath": {"path": "/dev/infiniband/uverbs0"}}]
     agents = {"hostIPC": True, "volumes": volumes, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
     scene = Scene(agents=agents)
 
-    def compatible(**settings: str) -> str:
-        return scene.reasons(images=reconciler(scene.world, **settings)._images)["Compatible"]
+    def compatible(allow: str) -> str:
+        return scene.reasons(images=reconciler(scene.world, allow=allow)._images)["Compatible"]
 
-    every = {"allow": "image, hostIPC", "allow_capabilities": "IPC_LOCK", "allow_host_paths": "/dev/infiniband"}
-    assert compatible(**every) == "PlanMade"
-    for name in every:
-        assert compatible(**every | {name: ""}) == "NotAllowed"
-    with pytest.raises(ConfigError, match="LONGSHORE_ALLOW: hostPID is none of image, hostNetwork"):
-        Settings.from_environment({"LONGSHORE_ALLOW": "hostPID"})
+    every = {"hostIPC": True, "capabilities": ["IPC_LOCK"], "hostPaths": ["/dev/infiniband"]}
+    assert compatible(json.dumps(every)) == "PlanMade"
+    for left_out in every:
+        assert (
+            compatible(json.dumps({name: value for name, value in every.items() if name != left_out})) == "NotAllowed"
+        )
+    assert compatible("") == "NotAllowed"
+    with pytest.raises(ConfigError, match=r"LONGSHORE_ALLOW: .*hostPID"):
+        Settings.from_environment({"LONGSHORE_ALLOW": '{"hostPID": true}'})
 
 
 @pytest.mark.shows("operator.mps_host_directory", "operator.mps_pipe_directory")

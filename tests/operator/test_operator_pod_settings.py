@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from operator_scene import IMAGES, MPS, Scene
 
 from longshore_agent.settings import Role, Settings
 from longshore_operator import kinds, names
-from longshore_operator.render.wanted import Allowed
-from longshore_spec.environment import variable
-from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES
+from longshore_operator.render.wanted import MpsDirectory
+from longshore_spec.environment import from_json, variable
+from longshore_spec.permission import Allowed
+from longshore_spec.pod_settings import AGENT_VARIABLES, LIBRARY_VARIABLES
 
 Body = dict[str, Any]
 CRD = Path(__file__).parents[2] / "crds" / "disaggdeployments.longshore.dev.yaml"
@@ -163,12 +166,20 @@ FAULTS = {
     "no such setting": ({"env": [{"name": "LONGSHORE_LOG_LEVLE"}]}, "the nearest is LONGSHORE_LOG_LEVEL"),
     "a setting of a field": ({"env": [{"name": "LONGSHORE_BACKEND"}]}, "a field of the spec or the operator sets it"),
     "a setting of the operator": ({"env": [{"name": "LONGSHORE_BIND_HOST"}]}, "or the operator sets it"),
-    "a variable of no library": ({"env": [{"name": "LD_PRELOAD"}]}, "LD_PRELOAD is passed on to no agent"),
     "our annotation": ({"annotations": {"longshore.dev/config": "x"}}, "longshore.dev/config is set by the operator"),
     "our label": ({"labels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the operator"),
     "our volume": ({"volumes": [{"name": "keys", "emptyDir": {}}]}, "the agent has a volume keys"),
-    "our folder": ({"volumeMounts": [{"name": "a", "mountPath": "/etc/longshore/keys"}]}, "would hide a folder"),
-    "a folder above ours": ({"volumeMounts": [{"name": "a", "mountPath": "/run"}]}, "would hide a folder"),
+    **{
+        f"a mount at {path}": ({"volumeMounts": [{"name": "a", "mountPath": path}]}, f"{path} is not below /mnt")
+        for path in (
+            "/etc/longshore/keys",
+            "/run",
+            "/mnt",
+            "/mnt/../opt/longshore",
+            "/opt/longshore/lib/python3.12/site-packages/sitecustomize.py",
+            "/dev/infiniband",
+        )
+    },
 }
 
 
@@ -202,7 +213,7 @@ def test_the_definition_takes_every_variable_that_the_operator_passes_on() -> No
     schema = yaml.safe_load(CRD.read_text(encoding="utf-8"))["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     agents = schema["properties"]["spec"]["properties"]["agents"]["properties"]
     pattern = agents["env"]["items"]["properties"]["name"]["pattern"]
-    names = [*AGENT_VARIABLES, *(f"{prefix}X" for prefix in LIBRARY_PREFIXES)]
+    names = [*AGENT_VARIABLES, *LIBRARY_VARIABLES, "LD_PRELOAD", "https_proxy"]
     assert [name for name in names if not re.search(pattern, name)] == []
 
 
@@ -283,18 +294,8 @@ def test_no_own_volume_hides_that_of_the_daemon() -> None:
     assert Scene(agents=agents).reasons()["Compatible"] == "PlanMade"
 
 
-def test_a_mount_at_the_pipes_of_gpu_mps_is_refused_by_its_path() -> None:
-    mounts = [{"name": "pipes", "mountPath": f"{MPS.pod}/"}]
-    volumes = [{"name": "pipes", "hostPath": {"path": MPS.host}}]
-    agents = {"volumes": volumes, "volumeMounts": mounts}
-    for spec, reason in (({"mps": True}, "NotAllowed"), ({"mps": False}, "PlanMade")):
-        scene = Scene(gpu=spec, agents=agents)
-        images = dataclasses.replace(IMAGES, allowed=Allowed(host_paths=(MPS.host,), mps=MPS))
-        assert scene.reasons(images=images)["Compatible"] == reason
-
-
 def test_mps_is_refused_where_the_administrator_names_no_daemon() -> None:
-    strict = dataclasses.replace(IMAGES, allowed=Allowed())
+    strict = dataclasses.replace(IMAGES, mps=MpsDirectory())
     scene = Scene(gpu={"mps": True})
     assert scene.decide(strict).apply == ()
     assert scene.reasons(images=strict)["Compatible"] == "NotAllowed"
@@ -366,46 +367,178 @@ def test_shared_memory_has_a_limit() -> None:
 
 # -- what the administrator allows -----------------------------------------------------------------------------------
 
-HOST_PATH = [{"name": "x", "hostPath": {"path": "/dev/infiniband"}}]
-ASKED: dict[str, tuple[Body, Allowed, str]] = {
-    "image": ({"image": "other:2"}, Allowed(frozenset({"image"})), "spec.agents.image"),
-    "hostNetwork": (
-        {"hostNetwork": True, "allowOpenDataPath": True},
-        Allowed(frozenset({"hostNetwork"})),
-        "spec.agents.hostNetwork",
-    ),
-    "hostIPC": ({"hostIPC": True}, Allowed(frozenset({"hostIPC"})), "spec.agents.hostIPC"),
-    "noNetworkPolicy": (
+
+def volume(**source: Body) -> Body:
+    return {"volumes": [{"name": "x", **source}]}
+
+
+def variable_named(name: str, value: str = "/plug") -> Body:
+    return {"env": [{"name": name, "value": value}]}
+
+
+APPARMOR = {"annotations": {"container.apparmor.security.beta.kubernetes.io/agent": "unconfined"}}
+# What an author may write only if the administrator allows it: the settings, a value that allows them, and one that does not.
+ASKED: dict[str, tuple[Body, Body, Body]] = {
+    "spec.agents.image": ({"image": "other:2"}, {"image": True}, {"hostIPC": True}),
+    "spec.agents.hostNetwork": ({"hostNetwork": True, "allowOpenDataPath": True}, {"hostNetwork": True}, {}),
+    "spec.agents.hostIPC": ({"hostIPC": True}, {"hostIPC": True}, {}),
+    "spec.agents.networkPolicy": (
         {"networkPolicy": False, "allowOpenDataPath": True},
-        Allowed(frozenset({"networkPolicy"})),
-        "spec.agents.networkPolicy",
+        {"noNetworkPolicy": True},
+        {},
     ),
-    "capabilities": (
-        {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}},
-        Allowed(capabilities=frozenset({"IPC_LOCK"})),
-        "spec.agents.securityContext.capabilities.add: IPC_LOCK",
+    "spec.agents.securityContext.capabilities.add: SYS_ADMIN": (
+        {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}},
+        {"capabilities": ["SYS_ADMIN"]},
+        {"capabilities": ["IPC_LOCK"]},
     ),
-    "hostPaths": (
-        {"volumes": HOST_PATH},
-        Allowed(host_paths=("/dev",)),
-        "spec.agents.volumes: hostPath /dev/infiniband",
+    "spec.agents.securityContext.seLinuxOptions.type: container_engine_t": (
+        {"securityContext": {"seLinuxOptions": {"type": "container_engine_t"}}},
+        {"seLinuxTypes": ["container_engine_t"]},
+        {"seLinuxTypes": ["container_init_t"]},
     ),
+    "spec.agents.volumes: hostPath /dev/infiniband": (
+        volume(hostPath={"path": "/dev/infiniband"}),
+        {"hostPaths": ["/dev"]},
+        {"hostPaths": ["/dev/infini"]},
+    ),
+    "spec.agents.volumes: hostPath /etc": (
+        volume(hostPath={"path": "/dev/infiniband/../../etc"}),
+        {"hostPaths": ["/etc"]},
+        {"hostPaths": ["/dev"]},
+    ),
+    "spec.agents.volumes: csi hostpath.csi.k8s.io": (
+        volume(csi={"driver": "hostpath.csi.k8s.io", "volumeAttributes": {"path": "/"}}),
+        {"csiDrivers": ["hostpath.csi.k8s.io"]},
+        {"csiDrivers": ["secrets-store.csi.k8s.io"]},
+    ),
+    "spec.agents.annotations: cdi.k8s.io/x": (
+        {"annotations": {"cdi.k8s.io/x": "vendor.com/device=all"}},
+        {"annotations": ["cdi.k8s.io/*"]},
+        {"annotations": ["k8s.v1.cni.cncf.io/*"]},
+    ),
+    "spec.agents.annotations: k8s.v1.cni.cncf.io/networks": (
+        {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
+        {"annotations": ["k8s.v1.cni.cncf.io/networks=rdma-net"]},
+        {"annotations": ["k8s.v1.cni.cncf.io/networks=other"]},
+    ),
+    "spec.agents.annotations: io.kubernetes.cri-o.Devices": (
+        {"annotations": {"io.kubernetes.cri-o.Devices": "/dev/kmsg"}},
+        {"annotations": ["io.kubernetes.cri-o.Devices"]},
+        {},
+    ),
+    "spec.agents.annotations: container.apparmor.security.beta.kubernetes.io/agent": (
+        APPARMOR,
+        {"annotations": ["container.apparmor.security.beta.kubernetes.io/agent=unconfined"]},
+        {"annotations": ["container.apparmor.security.beta.kubernetes.io/agent=localhost/*"]},
+    ),
+    "spec.agents.priorityClassName: system-node-critical": (
+        {"priorityClassName": "system-node-critical"},
+        {"priorityClasses": ["system-node-critical"]},
+        {"priorityClasses": ["high"]},
+    ),
+    "spec.agents.tolerations: every taint": (
+        {"tolerations": [{"operator": "Exists"}]},
+        {"tolerations": ["*"]},
+        {"tolerations": ["dedicated", "node-role.kubernetes.io/control-plane"]},
+    ),
+    "spec.agents.tolerations: dedicated": (
+        {"tolerations": [{"key": "dedicated", "operator": "Exists"}]},
+        {"tolerations": ["dedicated"]},
+        {"tolerations": ["dedicated=inference"]},
+    ),
+    **{
+        f"spec.agents.env: {name}": (variable_named(name), {"variables": [name]}, {"variables": [f"{name}X"]})
+        for name in (
+            "LD_PRELOAD",
+            "NIXL_PLUGIN_DIR",
+            "UCX_MODULE_DIR",
+            "UCX_GDB_COMMAND",
+            "UCX_LOG_FILE",
+            "NCCL_NET_PLUGIN",
+            "NVIDIA_VISIBLE_DEVICES",
+            "NVIDIA_DRIVER_CAPABILITIES",
+            "MC_CUSTOM_TOPO_JSON",
+            "MC_TCP_BIND_ADDRESS",
+            "OTEL_EXPORTER_OTLP_CERTIFICATE",
+            "OTEL_PYTHON_TRACER_PROVIDER",
+        )
+    },
 }
 
 
 @pytest.mark.shows("field.agents.image", "field.agents.hostIPC")
-@pytest.mark.parametrize("value", ASKED)
-def test_only_the_administrator_allows_a_part_of_the_node(value: str) -> None:
-    agents, allowed, path = ASKED[value]
-    strict, open_ = (dataclasses.replace(IMAGES, allowed=entry) for entry in (Allowed(), allowed))
+@pytest.mark.parametrize("path", ASKED)
+def test_only_the_administrator_allows_a_part_of_the_node_or_own_code(path: str) -> None:
+    agents, enough, other = ASKED[path]
     scene = Scene(agents=agents)
-    decision = scene.decide(strict)
-    assert decision.apply == decision.delete == ()
-    assert scene.reasons(images=strict)["Compatible"] == "NotAllowed"
-    message = scene.message("Compatible", images=strict)
-    assert message.startswith(path)
-    assert message.endswith(f"ask for the chart's value allow.{value}")
-    assert scene.reasons(images=open_)["Compatible"] == "PlanMade"
+    for value in ({}, other):
+        strict = dataclasses.replace(IMAGES, allowed=from_json(json.dumps(value), Allowed))
+        decision = scene.decide(strict)
+        assert decision.apply == decision.delete == ()
+        assert scene.reasons(images=strict)["Compatible"] == "NotAllowed"
+        message = scene.message("Compatible", images=strict)
+        assert message.startswith(path)
+        assert f"ask for the chart's value allow.{next(iter(enough))}: " in message
+    allowed = dataclasses.replace(IMAGES, allowed=from_json(json.dumps(enough), Allowed))
+    assert scene.reasons(images=allowed)["Compatible"] == "PlanMade"
+
+
+def test_the_value_that_a_refusal_names_allows_it() -> None:
+    for agents, *_ in ASKED.values():
+        scene = Scene(agents=agents)
+        strict = dataclasses.replace(IMAGES, allowed=Allowed())
+        (named,) = re.findall(r"chart's value allow\.(\S+: [^;]+)", scene.message("Compatible", images=strict))
+        value = yaml.safe_load(named.replace(": [", ": ['").replace("]", "']"))
+        allowed = dataclasses.replace(IMAGES, allowed=from_json(json.dumps(value), Allowed))
+        assert scene.reasons(images=allowed)["Compatible"] == "PlanMade", named
+
+
+def test_a_refused_variable_names_the_free_one_that_is_meant() -> None:
+    strict = dataclasses.replace(IMAGES, allowed=Allowed())
+    scene = Scene(agents=variable_named("UCX_NET_DEVICE"))
+    assert scene.message("Compatible", images=strict).endswith("; UCX_NET_DEVICES needs no permission")
+
+
+def test_no_free_variable_names_a_file_a_program_or_an_address_to_listen_at() -> None:
+    word = re.compile(
+        r"_(DIR|FILE|PATH|PLUGIN|MODULES?|COMMAND|JSON|CERTIFICATE|KEY|BIND|PORT_RANGE|LIB|PROVIDER)(_|$)"
+    )
+    harmless = {"UCX_RC_PATH_MTU"}
+    assert [name for name in LIBRARY_VARIABLES if word.search(name) and name not in harmless] == []
+    assert list(LIBRARY_VARIABLES) == sorted(set(LIBRARY_VARIABLES))
+
+
+def test_the_page_on_permission_has_every_field_of_agents_and_every_value_of_the_chart() -> None:
+    page = (CRD.parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+    part = page.partition("## What the author of a deployment may set")[2].partition("\n## ")[0]
+    schema = yaml.safe_load(CRD.read_text(encoding="utf-8"))["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    fields = set(schema["properties"]["spec"]["properties"]["agents"]["properties"])
+    told = set(
+        re.findall(r"`(?:agents)?\.(\w+)", "\n".join(line.split("|")[1] for line in part.splitlines() if "|" in line))
+    )
+    assert fields - told == set()
+    values = set(re.findall(r"`allow\.(\w+)`", part))
+    assert values == {field.encode_name for field in msgspec.structs.fields(Allowed)}
+
+
+def test_devices_of_the_node_may_have_their_own_path() -> None:
+    agents = volume(hostPath={"path": "/dev/infiniband"}) | {
+        "volumeMounts": [{"name": "x", "mountPath": "/dev/infiniband"}]
+    }
+    assert Scene(agents=agents).reasons()["Compatible"] == "PlanMade"
+    elsewhere = agents | {"volumeMounts": [{"name": "x", "mountPath": "/dev/shm"}]}
+    assert "/dev/shm is not below /mnt" in fault(agents=elsewhere)
+    scratch = volume(emptyDir={}) | {"volumeMounts": [{"name": "x", "mountPath": "/dev/infiniband"}]}
+    assert "/dev/infiniband is not below /mnt" in fault(agents=scratch)
+    # A role may mount a volume of all agents.
+    assert (
+        Scene(
+            agents=volume(hostPath={"path": "/dev/infiniband"}),
+            decode=DECODE | {"agents": {"volumeMounts": agents["volumeMounts"]}},
+        ).reasons()["Compatible"]
+        == "PlanMade"
+    )
 
 
 def test_a_path_that_only_begins_alike_is_not_allowed() -> None:

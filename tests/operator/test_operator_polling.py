@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import subprocess
+import sys
+import tarfile
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,8 +24,10 @@ from longshore_operator.observe import Moment, observe
 from longshore_operator.polling import Poller
 from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
+from longshore_spec.status import PoolStatus
 
 HOST = "127.0.0.1"
+BASELINE = Path(__file__).parents[2] / "e2e" / "baseline" / "operator.tar.gz"
 
 
 class Clock:
@@ -250,3 +257,29 @@ def test_what_changes_while_nothing_happens_is_no_change_and_a_finding_is(monkey
                 one.queue.done(await one.queue.take(), failed=False)
 
     asked(monkeypatch, scenario)
+
+
+def test_the_operator_of_the_last_release_reads_the_status_of_an_agent(tmp_path: Path) -> None:
+    """Each is replaced before the other in an upgrade, so that their releases differ by optional fields alone."""
+    status = said(PREFILL)
+    assert status is not None
+    (worker,) = status.workers
+    engines = tuple(
+        msgspec.structs.replace(engine, pools=(PoolStatus(0, 96, 1 << 20), PoolStatus(1, 96, 1 << 20)))
+        for engine in worker.engines
+    )
+    worker = msgspec.structs.replace(worker, engines=engines, oldest_rooms=(status_scene.room(5),))
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(status, workers=(worker,))))
+    with tarfile.open(BASELINE) as packages:
+        packages.extractall(tmp_path, filter="data")
+    program = (
+        "import msgspec, pathlib, longshore_spec.status as status; "
+        "found = msgspec.json.decode(pathlib.Path('status.json').read_bytes(), type=status.AgentStatus); "
+        "print(status.__file__, len(found.workers[0].engines[0].pools), len(found.workers[0].oldest_rooms))"
+    )
+    path = os.pathsep.join(str(tmp_path / name) for name in ("spec", "wire"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(tmp_path / "spec" / "longshore_spec" / "status.py"), "2", "1"]

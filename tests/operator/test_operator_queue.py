@@ -6,10 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from operator_scene import Nobody
 
-from longshore_operator import work_queue
+from longshore_operator import reconcile, work_queue
+from longshore_operator.errors import ApiError
+from longshore_operator.metrics import Metrics
+from longshore_operator.reconcile import Reconciler
+from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
-from longshore_operator.world import Key
+from longshore_operator.world import Key, World
 
 A, B, C = Key("n", "a"), Key("n", "b"), Key("n", "c")
 
@@ -109,5 +114,37 @@ def test_a_fault_after_progress_counts_as_the_first(monkeypatch: pytest.MonkeyPa
         queue.add([A])
         for _ in range(5):
             queue.done(await queue.take(), failed=True, progress=True)
+
+    run(play)
+
+
+def test_a_bug_while_a_failure_is_told_leaves_the_other_deployments_their_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reconcile, "FAILING_S", 0.0)
+
+    async def play(queue: WorkQueue) -> None:
+        worked: list[Key] = []
+
+        class Failing(Reconciler):
+            async def reconcile(self, key: Key) -> None:
+                worked.append(key)
+                if key == A:
+                    raise ApiError("no answer", 500)
+                done.set()
+
+            def _observe(self, key: Key, *, keys_missing: bool = False, failure: str = "") -> None:
+                raise KeyError(key, failure, keys_missing)
+
+        async def ready() -> None:
+            """Say nothing."""
+
+        done = asyncio.Event()
+        worker = Failing(World(), Nobody(), queue, Nobody(), Settings(), Metrics())  # type: ignore[arg-type]
+        queue.add([A, B])
+        task = asyncio.create_task(worker.work(ready))
+        await asyncio.wait([task, asyncio.create_task(done.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert worked == [A, B]
+        task.cancel()
 
     run(play)

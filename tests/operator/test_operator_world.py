@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 
-from operator_scene import KEY, Scene, said, settled
+import pytest
+from operator_scene import KEY, Body, Scene, said, settled
 
 from longshore_operator import kinds
 from longshore_operator.health import faults
 from longshore_operator.watches import WatchLag
-from longshore_operator.world import ChildKey, Key, Poll
+from longshore_operator.world import ChildKey, Key, Poll, read_engine_pod
 
 SERVICE = ChildKey("Service", "llama-agent")
 
@@ -52,6 +53,32 @@ def test_a_pod_concerns_the_deployments_that_share_its_node() -> None:
     pod = {"metadata": {"name": "mistral-a", "namespace": "team", "labels": {"longshore.dev/deployment": "mistral"}}}
     assert scene.put(kinds.POD, pod, deleted=True) == {KEY, other}
     assert scene.world.neighbours(KEY) == {}
+
+
+def test_a_pod_of_an_engine_concerns_the_deployment_of_its_label() -> None:
+    scene, other = settled(), Key("team", "mistral")
+    runs = {"state": {"running": {}}}
+    assert scene.put_engine_pod("p", "llama.prefill") == {KEY}
+    assert scene.put_engine_pod("p", "llama.prefill") == set()
+    assert scene.put_engine_pod("p", "llama.prefill", runs) == {KEY}
+    assert scene.put_engine_pod("p", "mistral.decode", runs) == {KEY, other}
+    [pod] = scene.world.engine_pods.pop(other).values()
+    assert (pod.role, pod.host, scene.world.engine_pods) == ("decode", "p", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "host"),
+    [
+        ("p", {"hostname": "own"}, "own"),
+        ("p", {"hostNetwork": True, "nodeName": "node-1"}, "node-1"),
+        (f"{'p' * 62}-{'q' * 9}", {}, "p" * 62),
+    ],
+)
+def test_the_host_name_of_a_pod_is_the_one_that_its_containers_see(name: str, spec: Body, host: str) -> None:
+    metadata = {"name": name, "namespace": "team", "uid": "1", "labels": {"longshore.dev/inject": "llama.prefill"}}
+    pod = read_engine_pod({"metadata": metadata, "spec": spec})
+    assert pod is not None
+    assert pod.host == host
 
 
 def test_a_pod_that_changed_nothing_that_counts_concerns_nobody() -> None:

@@ -1,4 +1,4 @@
-"""Tests that alerts and dashboard name metrics and labels that exist, and that each alert has a runbook and both kinds of tests.
+"""Tests that alerts, dashboard and the page on scaling name metrics and labels that exist, and that each alert has a runbook and both kinds of tests.
 
 `e2e/test_alert_rules.py` runs these rules, and `e2e/test_monitoring.py` runs every query on pages of real agents.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tree_of_files import ROOT
+from test_code_blocks import of
+from tree_of_files import ROOT, text_files
 
 from longshore_agent.status.metric_table import TABLE, Kind, Metric
 from longshore_operator.metrics import Metrics
@@ -60,12 +61,23 @@ def panels() -> list[dict[str, Any]]:
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
+def scaling() -> dict[str, str]:
+    """Return the queries of the page on scaling, by the workload that they scale and their number."""
+    listed = [body for block in of("yaml") for body in yaml.safe_load_all(block.text)]
+    return {
+        f"{body['metadata']['name']} {number}": trigger["metadata"]["query"]
+        for body in listed
+        if body.get("kind") == "ScaledObject"
+        for number, trigger in enumerate(body["spec"]["triggers"])
+    }
+
+
 def queries() -> dict[str, str]:
     found = {f"rule {rule.get('alert') or rule['record']}": str(rule["expr"]) for rule in rules()}
     for panel in panels():
         for target in panel["targets"]:
             found[f"panel {panel['title']} {target['refId']}"] = target["expr"]
-    return found
+    return found | scaling()
 
 
 def known() -> dict[str, Metric | None]:
@@ -114,6 +126,15 @@ def test_a_misspelt_metric_label_or_value_is_found() -> None:
         ("by (reason)", "by (reasons)", "label reasons"),
     ):
         assert fault in list(faults(good.replace(old, new)))
+
+
+def test_the_pages_name_only_metrics_that_exist() -> None:
+    ends = re.compile(r"(?<![\w:./-])longshore_\w+_(?:total|bytes|seconds|open|ready)\b")
+    pages = [(path, text) for path, text in text_files() if path.suffix == ".md"]
+    named = {(str(path), name) for path, text in pages for name in ends.findall(text)}
+    assert len(named) > 60 and len(scaling()) == 4
+    families = known().keys() | {name.removesuffix("_bucket") for name in known()}
+    assert [(path, name) for path, name in named if name not in families] == []
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])

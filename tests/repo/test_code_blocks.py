@@ -165,10 +165,11 @@ def test_python_blocks_compile() -> None:
         ("```\nwords of a program\n```\n", "text"),
         ("```\n$ kubectl get dgdep\nNAME\n```\n", "sh"),
         ("1. First:\n\n       make demo\n", "sh"),
+        ("Words:\n```yaml\nspec: {}\n```\n    agents: {}\n", "yaml yaml"),
     ],
 )
 def test_the_language_of_a_block_is_found(text: str, language: str) -> None:
-    assert [block.language for block in blocks_of(Path("page.md"), text)] == [language]
+    assert [block.language for block in blocks_of(Path("page.md"), text)] == language.split()
 
 
 def test_faults_are_found() -> None:

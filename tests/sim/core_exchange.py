@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, Send, SessionConfig, StartScatter, StartWrite
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RegionInfo, RoomKey
@@ -55,11 +55,13 @@ class Exchange:
         core = self.sources[instance]
         endpoint = Endpoint(instance, core.config.layout, (RankAddress(0, f"{instance}:1", core.config.epoch),))
         count = -(-tokens // (2 * PAGE_SIZE))
-        self.target.claim(Wanted(RoomKey(instance, room, 0), endpoint, 0, tokens, count, bytes(4 * count)), self.now_ns)
+        self.target.claim(
+            Wanted(RoomKey(instance, room), endpoint, (CachePages(0, 0, tokens, count, bytes(4 * count)),)), self.now_ns
+        )
 
     def offer(self, instance: str, room: int, tokens: int) -> None:
         """Offer a whole room at prefill."""
-        self.sources[instance].offer(room, 0, 0, tokens, last=True, now_ns=self.now_ns)
+        self.sources[instance].offer(room, [(0, 0, tokens)], last=True, now_ns=self.now_ns)
 
     def settle(self, until_done: int | None = None) -> None:
         """Deliver messages and do the work until nothing is left, or until this many rooms are done."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from longshore_client.core import Core
 from longshore_wire.claims import PageParts, UsedSerials
 from longshore_wire.effects import PeerId, Send
@@ -20,7 +22,7 @@ from longshore_wire.layout import TargetMemory
 from longshore_wire.links import Links, PeerState
 from longshore_wire.peer_messages import Attach, EndAck, SlabReady
 from longshore_wire.ring import Ring
-from longshore_wire.room import RoomTable, TargetPair, TargetRoom
+from longshore_wire.room import RoomTable, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.source import SourceSession
 from longshore_wire.states import SourceSlab, TargetPairState, TargetSlab
@@ -165,18 +167,48 @@ def _scatter_unlanded(stack: ExitStack) -> None:
     real = _set(stack, TargetSession, "_on_demand", on_demand)
 
 
+def _forget_a_cache(stack: ExitStack) -> None:
+    def done(self: Any) -> bool:
+        first = [pair for pair in self.pairs.values() if pair.pair.cache == 0]
+        return all(pair.route is None or pair.state is TargetPairState.COMPLETE for pair in first)
+
+    _set(stack, TargetRoom, "done", property(done))
+
+
+def _take_pages_of_another_cache(stack: ExitStack) -> None:
+    def send_claim(self: Any, room: Any, pair: Any, now_ns: int) -> None:
+        before = room.caches
+        room.caches = tuple(
+            msgspec.structs.replace(each, pages=before[0].pages) if len(each.pages) == len(before[0].pages) else each
+            for each in before
+        )
+        real(self, room, pair, now_ns)
+        room.caches = before
+
+    real = _set(stack, TargetSession, "_send_claim", send_claim)
+
+
+def _end_with_one_cache(stack: ExitStack) -> None:
+    def done(self: Any) -> bool:
+        return bool(self.expected) and self.total_tokens >= 0 and any(pair.done for pair in self.pairs.values())
+
+    _set(stack, SourceRoom, "done", property(done))
+
+
 def _share_page_table(stack: ExitStack) -> None:
     newest: dict[int, bytes] = {}
 
     def claim(self: Any, wanted: Any, now_ns: int) -> None:
-        newest[id(self)] = wanted.pages
+        newest[id(self)] = wanted.caches[0].pages
         real_claim(self, wanted, now_ns)
 
     def send_claim(self: Any, room: Any, pair: Any, now_ns: int) -> None:
-        own, table = room.pages, newest[id(self)]
-        room.pages = table + own[len(table) :] if len(table) <= len(own) else table[: len(own)]
+        before, table = room.caches, newest[id(self)]
+        own = before[0].pages
+        pages = table + own[len(table) :] if len(table) <= len(own) else table[: len(own)]
+        room.caches = (msgspec.structs.replace(before[0], pages=pages),)
         real_send(self, room, pair, now_ns)
-        room.pages = own
+        room.caches = before
 
     real_claim = _set(stack, TargetSession, "claim", claim)
     real_send = _set(stack, TargetSession, "_send_claim", send_claim)
@@ -240,17 +272,17 @@ def _believe_late_attach(stack: ExitStack) -> None:
 
 
 def _tell_no_completion(stack: ExitStack) -> None:
-    def note(self: Any, known: Any, key: Any, ended: Any, engine: int, serial: int = 0) -> None:
-        if ended.reason is not Reason.NONE:
-            real(self, known, key, ended, engine, serial)
+    def note(self: Any, known: Any, key: Any, cache: int, outcome: Any) -> None:
+        if outcome.ended.reason is not Reason.NONE:
+            real(self, known, key, cache, outcome)
 
     real = _set(stack, TargetSession, "_note_outcome", note)
 
 
 def _tell_no_failure(stack: ExitStack) -> None:
-    def note(self: Any, known: Any, key: Any, ended: Any, engine: int, serial: int = 0) -> None:
-        if ended.reason is Reason.NONE or key in self.rooms:
-            real(self, known, key, ended, engine, serial)
+    def note(self: Any, known: Any, key: Any, cache: int, outcome: Any) -> None:
+        if outcome.ended.reason is Reason.NONE or key in self.rooms:
+            real(self, known, key, cache, outcome)
 
     real = _set(stack, TargetSession, "_note_outcome", note)
 
@@ -475,6 +507,15 @@ PLANTS = {
         "the restart of one memory's worker is taken for that of the other's, too",
         _restart_both_memories,
         ("host memory and dying workers",),
+    ),
+    "a cache forgotten in DONE": Plant(
+        "a room is done at decode when its first cache is there", _forget_a_cache, ("caches", "caches near")
+    ),
+    "pages of the wrong cache": Plant(
+        "a claim lists the pages of the first cache for another one", _take_pages_of_another_cache, ("caches in place",)
+    ),
+    "one cache for all": Plant(
+        "a room is done at prefill when one cache is acknowledged", _end_with_one_cache, ("caches",)
     ),
     "forgetful client": Plant("a client repeats no open half to a new worker", _repeat_nothing, ("workers die",)),
 }

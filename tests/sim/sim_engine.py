@@ -29,6 +29,7 @@ from longshore_wire.engine_messages import (
     TO_AGENT,
     Accepted,
     Ask,
+    CachePages,
     Cancel,
     Endpoint,
     EndpointUpdate,
@@ -69,7 +70,7 @@ class Room:
     client: Client
     key: RoomKey
     end: int
-    pages: Pages
+    caches: list[Pages]
     keep_ns: int
     chunks: deque[tuple[int, int, int, bool]]  # still to offer: not before, first, end, last
     claim: Receive | None = None  # to make when prefill has offered the room
@@ -91,10 +92,14 @@ class Room:
 
     def check_done(self) -> None:
         """Check the pages of a room that was reported as done: they must hold everything."""
-        if self.client.half is Half.SOURCE or not self.client.alive or not self.pages.pages:
+        if self.client.half is Half.SOURCE or not self.client.alive:
             return
-        if not self.pages.holds(self.key.room, self.end):
-            raise ViolationError(f"room {self.key.room} is done at {self.client}, and its pages hold something else")
+        for cache, pages in enumerate(self.caches):
+            if pages.pages and not pages.holds(self.key.room, self.end):
+                text = (
+                    f"room {self.key.room} is done at {self.client}, and its pages of cache {cache} hold something else"
+                )
+                raise ViolationError(text)
 
 
 class Client:
@@ -109,8 +114,8 @@ class Client:
         layout = config.layout
         self.layout, self.instance, self.lease_ns = layout, config.instance, config.lease_ns
         self.key = PeerId(config.instance, layout.parallel.dp_rank, layout.rank, config.memory)
-        self.geometry = _geometry(layout, PAGES_MAX[config.memory])
-        self.pool = Pool(layout, PAGES_MAX[config.memory])
+        self.geometries = [_geometry(cache, PAGES_MAX[config.memory]) for cache in layout.caches]
+        self.pools = [Pool(each, PAGES_MAX[config.memory], cache) for cache, each in enumerate(layout.caches)]
         hello = Hello(
             ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine, memory=config.memory
         )
@@ -235,7 +240,7 @@ class Client:
             room = None
             if isinstance(message, Offer | Ask | Receive):
                 instance = self.instance if isinstance(message, Offer) else message.endpoint.instance
-                room = self.rooms[RoomKey(instance, message.room, message.pool)]
+                room = self.rooms[RoomKey(instance, message.room)]
             worker = self.worker
             assert worker is not None
             self.world.at(LOCAL_NS, worker.deliver, worker.obey_engine, message, room)
@@ -277,18 +282,29 @@ class Client:
 
     def open(self, number: int, instance: str, first: int, end: int, keep_ns: int) -> Room | None:
         """Give pages to a half of a room; return None if there are too few."""
-        serial, size = next(_serials), self.layout.page_size
-        first_page = first // size
-        count = -(-end // size) - first_page if first < end or self.half is Half.SOURCE else 0
-        pages = self.pool.take(max(count, 0), serial)
-        if pages is None:
-            return None
-        key = RoomKey(instance, number, 0)
-        room = Room(self, key, end, Pages(self.pool, serial, pages, first_page), keep_ns, deque())
-        if self.half is Half.TARGET and pages:
-            room.pages.fill(number, first_page * size, first)
+        serial, caches = next(_serials), []
+        for pool, since in zip(self.pools, self._firsts(number, first, end), strict=True):
+            size = pool.layout.page_size
+            first_page = since // size
+            count = -(-end // size) - first_page if since < end or self.half is Half.SOURCE else 0
+            pages = pool.take(max(count, 0), serial)
+            if pages is None:
+                for each in caches:
+                    each.pool.give_back(each.pages)
+                return None
+            caches.append(Pages(pool, serial, pages, first_page))
+            if self.half is Half.TARGET and pages:
+                caches[-1].fill(number, first_page * size, since)
+        key = RoomKey(instance, number)
+        room = Room(self, key, end, caches, keep_ns, deque())
         self.rooms[key] = room
         return room
+
+    def _firsts(self, number: int, first: int, end: int) -> list[int]:
+        """Return from where on each cache is wanted: from `first` on, whole, or not at all."""
+        if self.half is Half.SOURCE:
+            return [0] * len(self.pools)
+        return [first, *((first, 0, end)[(number + cache) % 3] for cache in range(1, len(self.pools)))]
 
     def offer(self, room: Room) -> None:
         """Offer the chunks of a room, each at its time and after the one before was accepted."""
@@ -304,28 +320,38 @@ class Client:
         if not self.alive or self._later(self._next_chunk, room) or not room.chunks:
             return
         _, first, end, last = room.chunks.popleft()
-        key = HalfKey(Half.SOURCE, room.key.instance, room.key.room, 0)
+        key = HalfKey(Half.SOURCE, room.key.instance, room.key.room)
         if room.released:
             room.chunks.clear()
             return
-        room.pages.fill(room.key.room, first, end)
-        self.call(key, Offer(0, room.key.room, 0, first, end, last, b""), room)
+        offered = []
+        for cache, pages in enumerate(room.caches):
+            # Some caches are offered as a whole, with the last chunk.
+            waits = bool(cache) and (room.key.room + cache) % 4 == 0
+            if not waits or last:
+                begin = 0 if waits else first
+                pages.fill(room.key.room, begin, end)
+                offered.append(CachePages(cache, begin, end, 0, b""))
+        self.call(key, Offer(0, room.key.room, tuple(offered), last), room)
 
     def claim(self, room: Room, endpoint: Endpoint, first: int, *, asks: bool) -> None:
         """Claim the tokens of a room, at once or when the answer to an ask has come."""
-        key = HalfKey(Half.TARGET, room.key.instance, room.key.room, 0)
-        pages = np.array(room.pages.pages, "<i4").tobytes()
-        count = len(room.pages.pages)
-        claim = Receive(0, room.key.room, 0, endpoint, first, room.end, 0, count, pages)
+        key = HalfKey(Half.TARGET, room.key.instance, room.key.room)
+        firsts = self._firsts(room.key.room, first, room.end)
+        wanted = (
+            CachePages(cache, since, room.end, len(each.pages), np.array(each.pages, "<i4").tobytes())
+            for cache, (since, each) in enumerate(zip(firsts, room.caches, strict=True))
+        )
+        claim = Receive(0, room.key.room, endpoint, tuple(wanted))
         if asks:
             room.claim = claim
-            self.call(key, Ask(0, room.key.room, 0, endpoint), room)
+            self.call(key, Ask(0, room.key.room, endpoint), room)
         else:
             self.call(key, claim, room)
 
     def cancel(self, room: Room) -> None:
         """Cancel a half, also at a new worker."""
-        key = HalfKey(self.half, room.key.instance, room.key.room, 0)
+        key = HalfKey(self.half, room.key.instance, room.key.room)
         if not self.alive or self._later(self.cancel, room) or room.released:
             return
         self.world.say(repr(self), f"cancels room {key.room}")
@@ -340,12 +366,12 @@ class Client:
         self._turn()
 
     def _report(self, event: RoomEvent) -> None:
-        room = self.rooms[RoomKey(event.instance, event.room, event.pool)]
+        room = self.rooms[RoomKey(event.instance, event.room)]
         if event.kind is RoomEventKind.OFFERED:
             if room.claim is None or room.cancelled or room.ended is not None:
                 raise ViolationError(f"{self} hears that room {event.room} is offered, for which it does not ask")
             claim, room.claim = room.claim, None
-            self.call(HalfKey(self.half, event.instance, event.room, event.pool), claim, room)
+            self.call(HalfKey(self.half, event.instance, event.room), claim, room)
         elif event.kind is RoomEventKind.RELEASED:
             if room.ended is None:
                 raise ViolationError(f"{self}: room {event.room} is released before it has ended")
@@ -374,7 +400,8 @@ class Client:
             return
         if room.ended is Reason.NONE:
             room.check_done()
-        self.pool.give_back(room.pages.pages)
+        for each in room.caches:
+            each.pool.give_back(each.pages)
 
 
 @dataclass(eq=False)

@@ -106,7 +106,7 @@ class Lanes:
         return job
 
     def _place(self, effect: StartWrite | StartScatter) -> tuple[range, range]:
-        layout = self._worker.core.config.layout
+        layout = self._worker.core.config.layout.caches[effect.pair.cache]
         return effect.route.local_layers(layout), effect.route.local_heads(layout)
 
     # -- writes ----------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Lanes:
             worker.deliver(self._written, job)
             return
         layers, heads = self._place(effect)
-        job.words = job.room.pages.read(layers, *effect.tokens, heads)
+        job.words = job.room.caches[effect.pair.cache].read(layers, *effect.tokens, heads)
         if effect.digest_key:
             job.digests = digests(job.words, effect.tokens[0])
         if fate.damage:
@@ -185,8 +185,9 @@ class Lanes:
         room = self._worker.client.rooms.get(effect.pair.key)
         if room is not None and room.lives:
             # Use the claim's page list, not the room's current pages.
-            numbers, size = np.frombuffer(effect.target_pages, "<i4").tolist(), room.pages.pool.layout.page_size
-            pages = Pages(room.pages.pool, room.pages.serial, numbers, effect.first_claimed_token // size)
+            held = room.caches[effect.pair.cache]
+            numbers, size = np.frombuffer(effect.target_pages, "<i4").tolist(), held.pool.layout.page_size
+            pages = Pages(held.pool, held.serial, numbers, effect.first_claimed_token // size)
             layers, heads = self._place(effect)
             pages.write(layers, *effect.tokens, heads, words)
             if effect.way is Way.DIRECT and job.digests:
@@ -247,9 +248,11 @@ class Lanes:
                     if job.fate.damage:
                         self._world.counts["damaged slabs"] += 1
                         words = damaged(words, job.fate.damage)
-                    job.room.pages.write(layers, *effect.tokens, heads, words)
+                    job.room.caches[effect.pair.cache].write(layers, *effect.tokens, heads, words)
             if effect.digest_key and reason is Reason.NONE:
-                found = digests(job.room.pages.read(layers, *effect.tokens, heads), effect.tokens[0])
+                found = digests(
+                    job.room.caches[effect.pair.cache].read(layers, *effect.tokens, heads), effect.tokens[0]
+                )
                 reason = Reason.NONE if found == effect.digests else Reason.DIGEST_MISMATCH
         self._worker.deliver(self._scattered, job, reason)
 

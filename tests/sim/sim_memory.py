@@ -44,16 +44,16 @@ def damaged(words: Words, damage: int) -> Words:
 
 
 class Pool:
-    """Pages of one engine rank. Freed pages are allocated next."""
+    """Pages of one cache of one engine rank. Freed pages are allocated next."""
 
-    def __init__(self, layout: KVLayout, page_count: int) -> None:
+    def __init__(self, layout: KVLayout, page_count: int, cache: int = 0) -> None:
         self.layout = layout
         self.words: Words = np.full(
             (len(layout.layers), page_count * layout.page_size, len(layout.heads)), POISON, np.uint64
         )
         self.owners = np.zeros(page_count, np.int64)  # the serial number of a half of a room; 0: nobody's
         self._free = list(range(page_count))
-        layers = np.array(layout.layers, np.uint64)[:, None, None] << np.uint64(8)
+        layers = (np.array(layout.layers, np.uint64)[:, None, None] + np.uint64(16 * cache)) << np.uint64(8)
         self._names = layers + np.array(layout.heads, np.uint64)[None, None, :]
 
     def take(self, count: int, serial: int) -> list[int] | None:
@@ -190,7 +190,7 @@ def trailer(effect: StartWrite | StartScatter) -> bytes:
     return (
         Trailer(
             pair.key.room,
-            pair.key.pool,
+            pair.cache,
             effect.slab,
             pair.source_rank,
             pair.target_rank,

@@ -50,6 +50,7 @@ class Mix:
         forgets: workers remember fewer rooms than there are.
         host_memory: decode's ranks also have pages in host memory, of one token each, and rooms go to either.
         twins_stay: two engines of one name live to the end of the run.
+        caches: (fewest, most) of each rank.
         never_fits: rooms of the prefill instance with the most ranks can never be staged; other rooms must not suffer.
     """
 
@@ -70,6 +71,7 @@ class Mix:
     twins_stay: bool = False
     never_fits: bool = False
     host_memory: bool = False
+    caches: tuple[int, int] = (1, 1)
     shapes: tuple[Shape, ...] = SHAPES
     shape_weights: tuple[int, ...] = SHAPE_WEIGHTS
     wire: bool = False
@@ -157,6 +159,13 @@ MIXES: dict[str, Mix] = {
         shape_weights=(1,),
     ),
     "near": Mix(Odds(slow_write=0.1, slow_write_ns=50 * MS), {"cancel": (0, 10), "kill_worker": (0, 2)}, near=True),
+    "caches": Mix(Odds(loss=0.02, repeat=0.1), sure=True, caches=(2, 5)),
+    "caches in tiny rings": Mix(Odds(repeat=0.1), rings=TINY, sure=True, caches=(2, 5)),
+    "caches in a storm": Mix(BAD, {"cancel": (0, 10), "kill_worker": (0, 2)}, caches=(2, 5)),
+    "caches and dying workers": Mix(CALM, {"kill_prefill_worker": (1, 2)}, full_hits=0.4, alone=True, caches=(2, 5)),
+    "caches and dying engines": Mix(LATE, {"kill_engine": (1, 3), "cancel": (0, 5)}, caches=(2, 5)),
+    "caches near": Mix(LATE, {"cancel": (0, 10), "kill_worker": (0, 2)}, near=True, caches=(2, 5)),
+    "caches in place": Mix(WORSE, {"cancel": (0, 10)}, ways=(Way.SLICES,), caches=(2, 5)),
     "contradictions": Mix(Odds(repeat=0.1), {"cancel": (0, 3)}, lies=0.3, reasons=CANCELS | {Reason.TOTAL_MISMATCH}),
     "few rooms": Mix(
         Odds(repeat=0.1), {"cancel": (0, 5), "kill_worker": (0, 1)}, settings={"rooms_max": 4, "ended_rooms_max": 64}

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 from sim_agent import Agent
 from sim_engine import Client, Engine
 from sim_faults import Faults
@@ -142,12 +143,26 @@ class Run:
             "sim",
             spec.instance,
             epoch,
-            KVLayout(self.scenario.model, place, spec.page_size if on_device else spec.host_page_size),
+            self._layout(place, spec.page_size if on_device else spec.host_page_size),
             memory,
             engine=engine,
             agent=near if self.scenario.near else "",
             **self.scenario.settings,
         )
+
+    def _layout(self, place: Parallel, page_size: int) -> KVLayout:
+        """Return the layout of a rank. Each cache has one layer more than the one before, and pages of another size."""
+        model = self.scenario.model
+        others = tuple(
+            KVLayout(
+                msgspec.structs.replace(model, layers=model.layers + cache),
+                place,
+                2 * page_size if cache % 2 else max(1, page_size // 2),
+                name=f"cache-{cache}",
+            )
+            for cache in range(1, self.scenario.cache_count)
+        )
+        return KVLayout(model, place, page_size, others=others)
 
     def clients(self) -> Iterator[Client]:
         """Return all ranks of engines that live."""
@@ -234,7 +249,7 @@ class Run:
         found = [f"{client} has no worker" for client in self.clients() if not client.served]
         for client in self.clients():
             for half in client.core.ledger:
-                room = client.rooms[RoomKey(half.key.instance, half.key.room, half.key.pool)]
+                room = client.rooms[RoomKey(half.key.instance, half.key.room)]
                 ended = "not ended" if room.ended is None else f"ended with {room.ended.name} and not released"
                 found.append(f"room {half.key.room} at {client}: {ended}")
         for worker in self._workers():
@@ -297,15 +312,17 @@ class Run:
                     raise ViolationError(text)
 
     def _check_timed_out(self, number: int) -> None:
-        """Check that messages, not a timeout, end a half whose other side is alive and had the whole room."""
+        """Check that messages, not a timeout, end a half whose other side is alive, where both sides had the whole room."""
         if MIXES[self.scenario.mix].forgets or any(fault.what in TWINS for fault in self.scenario.faults):
             # No peer listens to a refused twin, and a worker that has forgotten a room sends no message about it.
             return
         for engine, other in self._sides(number):
             halves, others = engine.rooms(number), other.rooms(number)
-            if len(others) < len(other.of(TargetMemory.DEVICE)) or any(
-                half.cancelled or not half.lives for half in (*halves, *others)
-            ):
+            # A rank without pages for a room has no half, and decode may have asked just that one.
+            is_whole = all(
+                len(side.of(TargetMemory.DEVICE)) <= len(found) for side, found in ((engine, halves), (other, others))
+            )
+            if not is_whole or any(half.cancelled or not half.lives for half in (*halves, *others)):
                 continue
             if not all(half.opened for half in (*halves, *others)):
                 continue

@@ -100,6 +100,7 @@ class Scenario:
     near: bool = False
     on_gpu: bool = False
     codec: bool = False
+    cache_count: int = 1  # of each rank
     message_pages: int = PAGES_PER_MESSAGE_MAX  # page lists of claims come in messages of so many
     fates: dict[tuple[str, ...], Any] | None = None
     steady: bool = False
@@ -139,7 +140,10 @@ def scenario(mix_name: str, seed: int) -> Scenario:
         ]
         rooms += tuple(replace(room, at_ns=after_ns + room.at_ns, stale_endpoint=False) for room in after)
     # Two slabs of one token for each source rank must fit, or no slab ever fits.
-    smallest = 0 if mix.never_fits else 2 * 128 * max(each.tp * each.pp for each in replicas if each.prefill) * 2
+    cache_count = draw.randint(*mix.caches) if mix.caches != (1, 1) else 1
+    smallest = (
+        0 if mix.never_fits else 2 * 128 * cache_count * max(each.tp * each.pp for each in replicas if each.prefill) * 2
+    )
     settings = {
         "ring_bytes": max(ring_bytes, smallest),
         "slab_bytes_min": 256,
@@ -170,6 +174,7 @@ def scenario(mix_name: str, seed: int) -> Scenario:
         on_gpu=mix.near and mix.host_memory,
         codec=draw.random() < 0.1,
         message_pages=draw.choice((PAGES_PER_MESSAGE_MAX, PAGES_PER_MESSAGE_MAX, 1, 3)),
+        cache_count=cache_count,
     )
 
 

@@ -35,6 +35,7 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import (
     Accepted,
     Ask,
+    CachePages,
     Cancel,
     Half,
     Offer,
@@ -390,7 +391,7 @@ class Worker:
             if not reason:
                 room.check_done()
             kind = RoomEventKind.FAILED if reason else RoomEventKind.DONE
-            self._tell(RoomEvent(effect.half, key.instance, key.room, key.pool, kind, reason, effect.text))
+            self._tell(RoomEvent(effect.half, key.instance, key.room, kind, reason, effect.text))
         if reason:
             self.lanes.cancel(key)
             self.world.at(LOCAL_NS, self.agent.room_failed, self, effect)
@@ -401,18 +402,18 @@ class Worker:
         self.world.say(repr(self), f"room {key.room} is released")
         self.lanes.forget(key)
         if room is not None:
-            self._tell(RoomEvent(effect.half, key.instance, key.room, key.pool, RoomEventKind.RELEASED))
+            self._tell(RoomEvent(effect.half, key.instance, key.room, RoomEventKind.RELEASED))
 
     def _room_offered(self, effect: RoomOffered) -> None:
         key = effect.key
-        self._tell(RoomEvent(Half.TARGET, key.instance, key.room, key.pool, RoomEventKind.OFFERED))
+        self._tell(RoomEvent(Half.TARGET, key.instance, key.room, RoomEventKind.OFFERED))
 
     # -- the engine and the supervisor -----------------------------------------------------------------------------
 
     def adopt(self) -> None:
         """The engine's connection has come."""
         self.core.renew(self.clock())
-        self._describe({0: PoolInfo(0, self.client.geometry, (0,))})
+        self._describe({cache: PoolInfo(cache, each, (0,)) for cache, each in enumerate(self.client.geometries)})
         self.ready = True
         self.agent.adopted(self)
         self.world.at(LOCAL_NS, self.client.welcomed, self)
@@ -427,7 +428,7 @@ class Worker:
             return
         try:
             if isinstance(message, Cancel):
-                key = RoomKey(message.instance, message.room, message.pool)
+                key = RoomKey(message.instance, message.room)
                 self.core.cancel(key, Reason.CANCELLED, "cancelled by its engine", self.clock())
             else:
                 assert room is not None
@@ -452,13 +453,20 @@ class Worker:
         self.tables[key] = room
         try:
             if isinstance(message, Ask):
-                self.core.ask(Wanted(key, message.endpoint, 0, 1, 0, b""), now_ns)
+                self.core.ask(
+                    Wanted(
+                        key,
+                        message.endpoint,
+                        tuple(CachePages(cache, 0, 1, 0, b"") for cache in range(len(self.client.pools))),
+                    ),
+                    now_ns,
+                )
                 return
-            first, end = message.first_token, message.end_token
             if isinstance(message, Offer):
-                self.core.offer(message.room, message.pool, first, end, last=message.last, now_ns=now_ns)
+                ranges = [(each.cache, each.first_token, each.end_token) for each in message.caches]
+                self.core.offer(message.room, ranges, last=message.last, now_ns=now_ns)
             else:
-                self.core.claim(Wanted(key, message.endpoint, first, end, message.page_count, message.pages), now_ns)
+                self.core.claim(Wanted(key, message.endpoint, message.caches), now_ns)
         except LongshoreError:
             if old is None:
                 del self.tables[key]

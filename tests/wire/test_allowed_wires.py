@@ -9,7 +9,7 @@ from source_voice import attach_to, stay_alive
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import WIRE_WAIT_NS
@@ -52,7 +52,9 @@ class Scene:
 
     def claim(self, room: int, agent: str = "elsewhere") -> None:
         ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(2))
-        wanted = Wanted(RoomKey("P", room, 0), Endpoint("P", HALVES, ranks, agent=agent), 0, 4, 1, bytes(4))
+        wanted = Wanted(
+            RoomKey("P", room), Endpoint("P", HALVES, ranks, agent=agent), (CachePages(0, 0, 4, 1, bytes(4)),)
+        )
         self.core.claim(wanted, NOW_NS)
 
     def found(self, peer: PeerId, wire: str) -> None:
@@ -128,7 +130,7 @@ def test_a_room_that_goes_directly_waits_for_no_wire_and_is_held_to_no_list():
     scene.found(FIRST, "TCP")
     scene.said(Claim)
     assert set(scene.ended) == {1}
-    assert {pair.way for pair in scene.core.rooms[RoomKey("P", 2, 0)].pairs.values()} == {Way.DIRECT}
+    assert {pair.way for pair in scene.core.rooms[RoomKey("P", 2)].pairs.values()} == {Way.DIRECT}
     assert scene.ended[1].half is Half.TARGET
 
 
@@ -158,8 +160,8 @@ class SourceScene:
         self.claim(1, Way.CONTIGUOUS)
 
     def claim(self, room: int, way: Way) -> None:
-        self.core.offer(room, 0, 0, 16, last=True, now_ns=NOW_NS)
-        pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")
+        self.core.offer(room, [(0, 0, 16)], last=True, now_ns=NOW_NS)
+        pair = PairKey(RoomKey("P", room), 0, 0, 7, 9, "D")
         self.core.receive(TARGET, Claim(pair, 0, 16, way, 0, 1, bytes(4), serial=room), NOW_NS)
 
     def found(self, wire: str, failure: str = "", epoch: int = 9) -> None:

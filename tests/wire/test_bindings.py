@@ -10,7 +10,7 @@ from core_outputs import effects_of, messages_of
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, PeerId, RoomEnded, RoomOffered, SessionConfig, StartScatter, StartWrite
-from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
+from longshore_wire.engine_messages import CachePages, Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import Outcome
@@ -22,7 +22,7 @@ from longshore_wire.ways import Way
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
 ENDPOINT = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
 PREFILL = PeerId("P", 0, 0)
-KEY = RoomKey("P", 2**63 + 9, 0)
+KEY = RoomKey("P", 2**63 + 9)
 PROMPT, CAPABILITY = bytes(range(16)), b"0123456789abcdef"
 RIGHT = Binding(PROMPT, CAPABILITY)
 WRONG = Binding(PROMPT, b"another one     ")
@@ -55,17 +55,17 @@ class Scene:
         return cls(source)
 
     def offer(self, binding: Binding = RIGHT, tokens: tuple[int, int] = (0, 60)) -> None:
-        self.source.offer(KEY.room, 0, *tokens, last=tokens[1] == 60, now_ns=self.now_ns, binding=binding)
+        self.source.offer(KEY.room, [(0, *tokens)], last=tokens[1] == 60, now_ns=self.now_ns, binding=binding)
         self.settle()
 
     def ask(self, who: str, binding: Binding) -> None:
         self.targets[who].ask(
-            Wanted(KEY, ENDPOINT, 0, 1, 0, b"", binding=Binding(b"", binding.capability)), self.now_ns
+            Wanted(KEY, ENDPOINT, (CachePages(0, 0, 1, 0, b""),), binding=Binding(b"", binding.capability)), self.now_ns
         )
         self.settle()
 
     def claim(self, who: str, binding: Binding) -> None:
-        wanted = Wanted(KEY, ENDPOINT, 0, 60, 4, bytes(16), binding=binding)
+        wanted = Wanted(KEY, ENDPOINT, (CachePages(0, 0, 60, 4, bytes(16)),), binding=binding)
         self.targets[who].claim(wanted, self.now_ns)
         self.settle()
 
@@ -155,14 +155,14 @@ def test_until_the_end_of_a_claim_without_the_capability_is_confirmed_the_next_o
     scene = Scene.of()
     scene.offer()
     owner = scene.targets["owner"]
-    owner.claim(Wanted(KEY, ENDPOINT, 0, 60, 4, bytes(16), binding=WRONG), 0)
+    owner.claim(Wanted(KEY, ENDPOINT, (CachePages(0, 0, 60, 4, bytes(16)),), binding=WRONG), 0)
     scene.settle()
-    owner.peers[PREFILL].outcomes[KEY] = Outcome(owner.ended[KEY], 0)
+    owner.peers[PREFILL].outcomes[KEY, 0] = Outcome(owner.ended[KEY], 0)
     with pytest.raises(RoomError, match="try again") as caught:
         scene.claim("owner", RIGHT)
     assert caught.value.reason is Reason.BUSY
     scene.wait(8)
-    owner.peers[PREFILL].outcomes.pop(KEY, None)
+    owner.peers[PREFILL].outcomes.pop((KEY, 0), None)
     scene.claim("owner", RIGHT)
     scene.wait(1)
     assert scene.reasons()["owner"] is Reason.NONE
@@ -196,7 +196,7 @@ def test_a_thief_who_cancels_his_claim_ends_nobodys_room() -> None:
     scene = Scene.of()
     scene.offer()
     thief = scene.targets["thief"]
-    thief.claim(Wanted(KEY, ENDPOINT, 0, 60, 4, bytes(16), binding=WRONG), 0)
+    thief.claim(Wanted(KEY, ENDPOINT, (CachePages(0, 0, 60, 4, bytes(16)),), binding=WRONG), 0)
     thief.cancel(KEY, Reason.CANCELLED, "enough", 0)
     scene.wait(8)
     assert "prefill" not in scene.ended
@@ -238,7 +238,7 @@ def test_the_owner_who_cancels_before_his_claim_arrives_ends_his_room() -> None:
     scene = Scene.of()
     scene.offer()
     owner = scene.targets["owner"]
-    owner.claim(Wanted(KEY, ENDPOINT, 0, 60, 4, bytes(16), binding=RIGHT), 0)
+    owner.claim(Wanted(KEY, ENDPOINT, (CachePages(0, 0, 60, 4, bytes(16)),), binding=RIGHT), 0)
     owner.cancel(KEY, Reason.CANCELLED, "enough", 0)
     scene.wait(8)
     assert scene.reasons() == {"owner": Reason.CANCELLED, "prefill": Reason.CANCELLED}
@@ -251,7 +251,12 @@ def test_a_room_whose_halves_have_other_prompts_fails_on_both_sides_before_a_byt
 ) -> None:
     scene = Scene.of()
     pages = bytes(16) if first_token == 0 else b""
-    wanted = Wanted(KEY, ENDPOINT, first_token, 60, len(pages) // 4, pages, binding=Binding(PROMPT[::-1], CAPABILITY))
+    wanted = Wanted(
+        KEY,
+        ENDPOINT,
+        (CachePages(0, first_token, 60, len(pages) // 4, pages),),
+        binding=Binding(PROMPT[::-1], CAPABILITY),
+    )
     if first == "offer":
         scene.offer()
     scene.targets["owner"].claim(wanted, 0)
@@ -277,11 +282,11 @@ def test_an_engine_that_states_no_prompt_is_served(offered: bytes, claimed: byte
 
 def test_all_chunks_of_a_room_have_one_binding() -> None:
     source = Scene.of().source
-    source.offer(KEY.room, 0, 0, 32, last=False, now_ns=0, binding=RIGHT)
+    source.offer(KEY.room, [(0, 0, 32)], last=False, now_ns=0, binding=RIGHT)
     for other in (WRONG, UNBOUND, Binding(b"", CAPABILITY)):
         with pytest.raises(RoomError, match="another prompt or capability"):
-            source.offer(KEY.room, 0, 32, 60, last=True, now_ns=0, binding=other)
-    source.offer(KEY.room, 0, 32, 60, last=True, now_ns=0, binding=RIGHT)
+            source.offer(KEY.room, [(0, 32, 60)], last=True, now_ns=0, binding=other)
+    source.offer(KEY.room, [(0, 32, 60)], last=True, now_ns=0, binding=RIGHT)
 
 
 def test_messages_show_neither_prompt_nor_capability_nor_a_number_that_nobody_can_guess() -> None:
@@ -289,8 +294,8 @@ def test_messages_show_neither_prompt_nor_capability_nor_a_number_that_nobody_ca
     shown = [
         Claim(pair, 0, 60, Way.STAGED, binding=RIGHT),
         Abort(pair, Reason.CANCELLED, "enough", binding=RIGHT),
-        Offer(1, 7, 0, 0, 4, last=True, pages=b"", binding=RIGHT),
-        Receive(1, 7, 0, ENDPOINT, 0, 4, 0, 0, b"", binding=RIGHT),
+        Offer(1, 7, (CachePages(0, 0, 4, 0, b""),), True, binding=RIGHT),
+        Receive(1, 7, ENDPOINT, (CachePages(0, 0, 4, 0, b"", 0),), binding=RIGHT),
     ]
     for message in shown:
         text = repr(message)
@@ -376,7 +381,7 @@ def test_a_refused_claim_leaves_the_asked_room_as_it_is_and_a_second_ask_is_refu
     scene.ask("owner", RIGHT)
     owner = scene.targets["owner"]
     with pytest.raises(RoomError, match="not a range"):
-        owner.claim(Wanted(KEY, ENDPOINT, 60, 0, 0, b"", binding=RIGHT), 0)
+        owner.claim(Wanted(KEY, ENDPOINT, (CachePages(0, 60, 0, 0, b""),), binding=RIGHT), 0)
     assert owner.is_asked(KEY)
     scene.offer()
     assert scene.told == ["owner"]
@@ -392,7 +397,7 @@ def test_the_asks_that_prefill_notes_are_bounded() -> None:
     scene = Scene(SourceSession(config, now_ns=0))
     scene.source.describe(b"", None, {}, address="h:1")
     for room in range(8):
-        key = RoomKey("P", room, 0)
-        scene.targets["owner"].ask(Wanted(key, ENDPOINT, 0, 1, 0, b""), 0)
+        key = RoomKey("P", room)
+        scene.targets["owner"].ask(Wanted(key, ENDPOINT, (CachePages(0, 0, 1, 0, b""),)), 0)
     scene.settle()
     assert len(scene.source._asks) == 4

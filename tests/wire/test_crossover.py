@@ -12,7 +12,7 @@ from source_voice import attach_to, stay_alive
 from longshore_wire.claims import Wanted
 from longshore_wire.crossover import WHOLE_PAGES, Crossover, Default, Measured, Row, read, write
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, Reason, RingError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.links import WIRE_WAIT_NS
@@ -168,7 +168,7 @@ def session(
     core = TargetSession(SessionConfig("d", "D", 1, target, **settings), now_ns=0)
     core.describe(b"", None, {}, PROBE)
     ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(source.rank_count))
-    core.claim(Wanted(RoomKey("P", 5, 0), Endpoint("P", source, ranks), 0, 4, 1, bytes(4)), NOW_NS)
+    core.claim(Wanted(RoomKey("P", 5), Endpoint("P", source, ranks), (CachePages(0, 0, 4, 1, bytes(4)),)), NOW_NS)
     attach(core, source, 7, lane_bytes)
     return core
 
@@ -214,7 +214,7 @@ def test_the_wire_to_a_source_that_was_restarted_is_found_out_again():
     claims(core)
     attach(core, HALVES, 8)
     ranks = tuple(RankAddress(rank, f"h:{rank}", 8) for rank in range(2))
-    core.claim(Wanted(RoomKey("P", 6, 0), Endpoint("P", HALVES, ranks), 0, 4, 1, bytes(4)), NOW_NS)
+    core.claim(Wanted(RoomKey("P", 6), Endpoint("P", HALVES, ranks), (CachePages(0, 0, 4, 1, bytes(4)),)), NOW_NS)
     assert claims(core) == []
     core.receive(PREFILL, WireFound(8, 1, "RDMA"), NOW_NS)
     assert claims(core) == [(Way.STAGED, Why.DEFAULT)]
@@ -222,7 +222,7 @@ def test_the_wire_to_a_source_that_was_restarted_is_found_out_again():
 
 def test_a_room_that_is_given_up_while_its_wire_is_awaited_was_never_claimed_and_leaves_nothing():
     core = session()
-    core.cancel(RoomKey("P", 5, 0), Reason.CANCELLED, "given up", NOW_NS)
+    core.cancel(RoomKey("P", 5), Reason.CANCELLED, "given up", NOW_NS)
     core.receive(PREFILL, WireFound(7, 1, "TCP"), NOW_NS)
     assert claims(core) == []
     assert core.rooms == {}
@@ -249,9 +249,16 @@ def test_whole_pages_that_no_lane_of_the_source_takes_go_in_place_whatever_the_t
     assert claims(core) == [(Way.CONTIGUOUS, Why.NO_RING)]
 
 
-def test_a_latent_is_never_left_to_the_table():
-    latent = KVLayout(ModelShape(2, 1, 64, 2, Attention.LATENT), Parallel(), 16)
-    assert claims(session(latent, latent)) == [(Way.CONTIGUOUS, Why.LATENT)]
+@pytest.mark.parametrize("page_size", [16, 8])
+def test_a_latent_is_left_to_the_table_like_any_cache_of_one_head(page_size):
+    """Its pages are whole between equal sizes, also with other TP sizes, and parts of pages between others."""
+    found = {}
+    for attention in Attention:
+        shape = ModelShape(2, 1, 64, 2, attention)
+        core = session(KVLayout(shape, Parallel(), 16), KVLayout(shape, Parallel(), page_size))
+        core.receive(PREFILL, WireFound(7, 1, "TCP"), NOW_NS)
+        found[attention] = claims(core)
+    assert found[Attention.LATENT] == found[Attention.HEADS] != []
 
 
 def test_a_ring_that_is_too_small_by_mistake_is_refused_and_not_made_up_for_by_a_slow_way():

@@ -10,6 +10,7 @@ from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, SessionConfig
+from longshore_wire.engine_messages import CachePages
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Abort, Attach, Claim, Demand, EndAck, RegionInfo, RoomKey
@@ -38,16 +39,16 @@ def test_a_room_that_could_never_fit_fails_alone_with_both_sizes() -> None:
     scene = Scene.of()
     small = SessionConfig("d", "E", 9, scene.target.config.layout, ring_bytes=512, force_way=Way.STAGED)
     other = TargetSession(small, now_ns=0)
-    pair = scene.target.rooms[KEY].pairs[FIRST]
+    pair = scene.target.rooms[KEY].pairs[FIRST, 0]
     with pytest.raises(RingError, match="512 bytes cannot hold two slabs"):
-        other.claim(Wanted(RoomKey("P", 2, 0), scene.endpoint(), 0, TOKENS, 8, bytes(32)), 0)
+        other.claim(Wanted(RoomKey("P", 2), scene.endpoint(), (CachePages(0, 0, TOKENS, 8, bytes(32)),)), 0)
     assert not other.rooms
     # If decode does not check, the source refuses, only for that room.
     attach = scene.sources[FIRST].peers[DECODE].attach
     assert attach is not None
     shrunk = msgspec.structs.replace(attach, ring=RegionInfo(0, 512), generation=attach.generation + 1)
     scene.sources[FIRST].receive(DECODE, shrunk, 0)
-    claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3, 0)), 0, TOKENS, Way.STAGED, serial=1000)
+    claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3)), 0, TOKENS, Way.STAGED, serial=1000)
     messages_of(scene.sources[FIRST])
     scene.sources[FIRST].receive(DECODE, claim, 0)
     (answer,) = [message for _, message in messages_of(scene.sources[FIRST]) if isinstance(message, Abort)]
@@ -71,9 +72,9 @@ def test_an_arrival_that_is_told_again_counts_once_and_never_for_another_writer(
             scene.say(SECOND, ready)
         scattered += scene.scatter()
         scene.settle()
-    grid = scene.target.rooms[KEY].pairs[FIRST].grid
+    grid = scene.target.rooms[KEY].pairs[FIRST, 0].grid
     assert grid is not None and scattered == grid.count
-    assert scene.target.rooms[KEY].pairs[SECOND].done_count == 0
+    assert scene.target.rooms[KEY].pairs[SECOND, 0].done_count == 0
     assert scene.ended(KEY.room) is None
     assert scene.deliver(SECOND) == grid.count
     assert scene.ended(KEY.room) is Reason.NONE
@@ -83,7 +84,7 @@ def test_a_room_is_not_done_before_every_planned_writer_was_heard_of_and_has_del
     scene = Scene.of(lost=SECOND)
     scene.offer(KEY.room)
     assert scene.deliver(FIRST)
-    assert scene.target.rooms[KEY].pairs[FIRST].state is TargetPairState.COMPLETE
+    assert scene.target.rooms[KEY].pairs[FIRST, 0].state is TargetPairState.COMPLETE
     assert scene.ended(KEY.room) is None
     # Lost messages are repeated.
     scene.lost.clear()
@@ -108,7 +109,7 @@ def test_a_room_is_not_done_while_a_slab_in_its_middle_is_missing() -> None:
         scene.scatter()
         scene.settle()
     assert missing is not None
-    pair = scene.target.rooms[KEY].pairs[FIRST]
+    pair = scene.target.rooms[KEY].pairs[FIRST, 0]
     assert pair.done_count == len(pair.states) - 1
     assert scene.ended(KEY.room) is None
     scene.say(FIRST, scene.land(FIRST, missing))
@@ -139,7 +140,7 @@ def test_an_abort_is_not_confirmed_while_a_write_that_failed_may_still_land() ->
     held = scene.held
     source = scene.sources[FIRST]
     scene.settle()
-    pair = source.rooms[KEY].pairs[DECODE]
+    pair = source.rooms[KEY].pairs[DECODE, 0]
     stuck, *others = [slab for slab, state in enumerate(pair.states) if state.value == "draining"]
     for slab in others:
         source.write_done(DECODE, pair.pair, slab, 0, 0)
@@ -149,7 +150,7 @@ def test_an_abort_is_not_confirmed_while_a_write_that_failed_may_still_land() ->
     assert scene.held == held
     scene.end_writes(SECOND)
     scene.settle()
-    mine = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
+    mine = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST, 0].regions.values())
     assert scene.held == mine > 0
     # The source's next life proves that the last one's process has ended.
     attach = scene.target.peers[FIRST].attach

@@ -43,7 +43,7 @@ def test_the_source_gets_the_targets_key_and_its_digests_reach_the_scatter(way: 
     scene.look()
     (landed,) = scene.landed
     assert (landed.way, landed.digest_key, landed.digests) == (way, b"a key", DIGESTS)
-    pair = scene.target.rooms[KEY].pairs[FIRST]
+    pair = scene.target.rooms[KEY].pairs[FIRST, 0]
     assert pair.states[write.slab] is TargetSlab.LANDED
     assert scene.scatter() == 1
     assert pair.states[write.slab] is TargetSlab.DONE
@@ -60,7 +60,7 @@ def test_an_announcement_is_repeated_with_its_digests_until_the_slab_is_acknowle
     scene.target.receive(FIRST, again, scene.now_ns)
     assert scene.scatter() == 1
     scene.settle()
-    assert not source.rooms[KEY].pairs[DECODE].digests
+    assert not source.rooms[KEY].pairs[DECODE, 0].digests
 
 
 @pytest.mark.parametrize("way", [Way.STAGED, Way.SLICES])
@@ -154,7 +154,7 @@ def test_without_digests_no_message_has_any_and_pages_in_place_are_done_at_once(
     scene.target.receive(FIRST, ready, scene.now_ns)
     scene.look()
     assert not scene.landed
-    assert scene.target.rooms[KEY].pairs[FIRST].states[write.slab] is TargetSlab.DONE
+    assert scene.target.rooms[KEY].pairs[FIRST, 0].states[write.slab] is TargetSlab.DONE
 
 
 def test_a_slab_of_a_room_that_has_failed_is_answered_with_the_rooms_reason() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from longshore_wire.effects import PeerId, SessionConfig
+from longshore_wire.engine_messages import CachePages
 from longshore_wire.granting import Granter
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PairKey, RoomKey
@@ -26,15 +27,15 @@ def _granter(ring_slabs: int, window: int = 4) -> Granter:
 
 
 def _room(number: int, source_rank: int, slabs: int, ready: int | None = None) -> TargetRoom:
-    key = RoomKey("P", number, 0)
+    key = RoomKey("P", number)
     peer = PeerId("P", 0, source_rank)
     route = Pair(source_rank, 0, (0, 1), (0, 1), TOKEN_BYTES, Way.STAGED)
     pair = TargetPair(PairKey(key, source_rank, 0, 1, 1, "D"), peer, route, Way.STAGED)
     pair.grid = SlabGrid(0, slabs * SLAB_TOKENS, SLAB_TOKENS)
     pair.states = [TargetSlab.WANTED] * slabs
     pair.ready_count = slabs if ready is None else ready
-    room = TargetRoom(key, 0, slabs * SLAB_TOKENS, 0, b"")
-    room.pairs[peer] = pair
+    room = TargetRoom(key, (CachePages(0, 0, slabs * SLAB_TOKENS, 0, b""),))
+    room.pairs[peer, 0] = pair
     return room
 
 
@@ -73,8 +74,24 @@ def test_only_free_memory_is_granted_and_the_rest_follows_when_some_comes_back()
     # A room holds at most a quarter of the ring ahead: one slab each, here.
     assert [key.room for key, _, _ in first] == [1, 2]
     assert not list(granter.grants(rooms))
-    _land_and_free(granter, rooms[RoomKey("P", 1, 0)], 0)
+    _land_and_free(granter, rooms[RoomKey("P", 1)], 0)
     assert [(key.room, grant.slab) for key, _, grant in granter.grants(rooms)] == [(1, 1)]
+
+
+def test_the_time_in_which_a_ready_slab_waits_for_memory_is_counted() -> None:
+    granter = _granter(2)
+    rooms = {room.key: room for room in (_room(n, n, 1) for n in range(3))}
+    for room in rooms.values():
+        granter.want(_pair(room))
+
+    def pump(now_ns: int) -> tuple[int, int]:
+        list(granter.grants(rooms))
+        granter.note_wait(now_ns)
+        return granter.credit_waits, granter.credit_wait_ns
+
+    assert [pump(10), pump(12)] == [(1, 0), (1, 2)]
+    _land_and_free(granter, rooms[RoomKey("P", 0)], 0)
+    assert [pump(17), pump(30)] == [(1, 7), (1, 7)]
 
 
 def test_rooms_that_are_still_computed_get_a_window_only_from_a_ring_that_is_half_free() -> None:
@@ -153,7 +170,7 @@ def test_what_a_room_was_granted_ahead_does_not_keep_its_other_writers_from_what
     assert granted[:2] == [0, 1]
     assert room.ring_bytes == len(first.regions) * SLAB_BYTES > 0
     # The other writer's first tokens are ready only now.
-    room.pairs[second.peer] = second
+    room.pairs[second.name] = second
     granter.want(second)
 
     assert [(pair.peer.rank, grant.slab) for _, pair, grant in granter.grants(rooms)][:2] == [(1, 0), (1, 1)]
@@ -166,7 +183,7 @@ def test_a_slab_that_is_ready_is_granted_beside_the_one_that_its_room_was_grante
     rooms = {room.key: room}
     granter.want(_pair(room))
     assert [grant.slab for _, _, grant in granter.grants(rooms)] == [0]
-    room.pairs[second.peer] = second
+    room.pairs[second.name] = second
     for slab in range(2):
         granter.want(second)
         assert [(pair.peer.rank, grant.slab) for _, pair, grant in granter.grants(rooms)] == [(1, slab)]

@@ -12,7 +12,7 @@ from core_outputs import effects_of, messages_of
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import PARTS_BYTES_MAX, Wanted
 from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartScatter, StartWrite
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PoolGeometry
 from longshore_wire.peer_messages import (
@@ -82,9 +82,9 @@ class Talker:
 
     def pair(self) -> PairKey:
         source, target = self.ends
-        key = RoomKey(source.instance, self.one_of(*self.rooms), self.one_of(0))
+        key = RoomKey(source.instance, self.one_of(*self.rooms))
         epochs = [self.one_of(epoch) for epoch in self.epochs]
-        return PairKey(key, self.one_of(0, 1), self.one_of(0, 1), *epochs, target.instance, 0)
+        return PairKey(key, self.one_of(0, 1), self.one_of(0, 1), *epochs, target.instance, 0, cache=self.one_of(0))
 
     def attach(self, instance: str, epoch: int, tp: int, **changes: Any) -> Attach:
         ring = RegionInfo(self.one_of(4096), self.one_of(1 << 15), self.one_of(0, 4096))
@@ -206,7 +206,7 @@ def test_no_message_of_a_decode_worker_breaks_prefill(seed: int) -> None:
         elif chosen.random() < 0.1:
             try:
                 first = chosen.choice([0, 50])
-                core.offer(chosen.choice(talker.rooms), 0, first, first + 50, last=first > 0, now_ns=now_ns)
+                core.offer(chosen.choice(talker.rooms), [(0, first, first + 50)], last=first > 0, now_ns=now_ns)
             except RoomError:
                 pass
         else:
@@ -243,8 +243,8 @@ def test_no_message_of_a_prefill_worker_breaks_decode(seed: int) -> None:
             core.receive(peer, said, now_ns)
         elif chosen.random() < 0.1:
             try:
-                key = RoomKey("P", chosen.choice(talker.rooms), 0)
-                core.claim(Wanted(key, endpoint, 0, 100, 25, bytes(100)), now_ns)
+                key = RoomKey("P", chosen.choice(talker.rooms))
+                core.claim(Wanted(key, endpoint, (CachePages(0, 0, 100, 25, bytes(100)),)), now_ns)
             except RoomError:
                 pass
         else:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore_wire import layout as layouts
+from longshore_wire import names
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import (
     Attention,
@@ -215,3 +217,33 @@ def test_an_accepted_geometry_never_gives_one_byte_to_two_entries(
     assert max(bytes_taken.values()) == 1
     tight = msgspec.structs.replace(pool, region_bytes=(max(bytes_taken) + 1,))
     tight.check(one)
+
+
+def test_layouts_with_too_many_caches_are_refused_and_not_kept() -> None:
+    before = layouts._caches.cache_info().currsize
+    for size in range(1, 9):
+        others = tuple(KVLayout(MODEL, Parallel(), size, name=f"c{number}") for number in range(1000))
+        with pytest.raises(LayoutError, match="others has 1000 caches: give at most 15"):
+            KVLayout(MODEL, Parallel(), size, others=others).check()
+    kept = names._matches_name.cache_info().currsize
+    with pytest.raises(LayoutError, match="name is 'nnn"):
+        KVLayout(MODEL, Parallel(), 16, name="n" * 1_000_000).check()
+    assert names._matches_name.cache_info().currsize == kept
+    nested = KVLayout(MODEL, Parallel(), 16, others=(KVLayout(MODEL, Parallel(), 16, name="a", others=others),))
+    with pytest.raises(LayoutError, match="cache 'a' has others"):
+        nested.check()
+    assert layouts._caches.cache_info().currsize == before
+
+
+def test_the_caches_of_a_rank_have_its_place_and_what_is_wrong_with_one_is_named() -> None:
+    other = KVLayout(ModelShape(3, 4, 16, 2), Parallel(), 8, name="draft")
+    found = KVLayout(MODEL, Parallel(tp=4, tp_rank=2), 16, others=(other,))
+    found.check()
+    assert [(cache.name, cache.parallel, cache.page_size) for cache in found.caches] == [
+        ("kv", found.parallel, 16),
+        ("draft", found.parallel, 8),
+    ]
+    assert [cache.heads for cache in found.at(1).caches] == [range(2, 4), range(1, 2)]
+    wrong = msgspec.structs.replace(found, others=(msgspec.structs.replace(other, page_size=0),))
+    with pytest.raises(LayoutError, match="cache 'draft': page_size is 0"):
+        wrong.check()

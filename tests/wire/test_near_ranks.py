@@ -8,7 +8,7 @@ from longshore_client.memory import pool_geometry
 from longshore_wire import claims
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.plan import plan
@@ -28,9 +28,9 @@ def claimed_way(agent: str, near: Staging | None, model: ModelShape = HEADS) -> 
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RegionInfo(0, 1 << 20), {})
     endpoint = Endpoint("P", layout, (RankAddress(0, "h:1", 7),), agent)
-    key = RoomKey("P", 1, 0)
-    session.claim(Wanted(key, endpoint, 0, 60, 4, bytes(16)), 0)
-    return session.rooms[key].pairs[PeerId("P", 0, 0)].way
+    key = RoomKey("P", 1)
+    session.claim(Wanted(key, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
+    return session.rooms[key].pairs[PeerId("P", 0, 0), 0].way
 
 
 @pytest.mark.parametrize("near", [Staging.AUTO, Staging.NEVER])
@@ -44,8 +44,9 @@ def test_who_asks_for_staging_everywhere_gets_it_among_neighbours_too(near: Stag
     assert claimed_way("here", near) is Way.STAGED
 
 
-def test_a_latent_that_cannot_be_staged_moves_between_neighbours() -> None:
+def test_a_latent_is_copied_directly_between_neighbours_and_staged_where_that_is_asked_for() -> None:
     assert claimed_way("here", Staging.AUTO, LATENT) is Way.DIRECT
+    assert claimed_way("here", Staging.ALWAYS, LATENT) is Way.STAGED
 
 
 def cut(way: Way, **settings: int) -> list[int]:
@@ -53,10 +54,10 @@ def cut(way: Way, **settings: int) -> list[int]:
     layout = KVLayout(HEADS, Parallel(), 16)
     config = SessionConfig("d", "P", 7, layout, lane_count=2, slab_bytes_max=1 << 15, slab_bytes_min=1024, **settings)
     pool = PoolInfo(0, pool_geometry(layout, 64), (4096,))
-    attach = Attach(1, "d", "D", 9, layout, "Loopback", b"", RegionInfo(0, 1 << 20), (pool,), 1 << 15)
-    pair = PairKey(RoomKey("P", 1, 0), 0, 0, 7, 9, "D")
+    attach = Attach(2, "d", "D", 9, layout, "Loopback", b"", RegionInfo(0, 1 << 20), (pool,), 1 << 15)
+    pair = PairKey(RoomKey("P", 1), 0, 0, 7, 9, "D")
     claim = Claim(pair, 0, 1000, way, page_count=63)
-    grid = claims.grid(config, attach, claim, claims.route(plan(layout, layout), 0, 0), {})
+    grid = claims.grid(config, attach, claim, claims.route((plan(layout, layout),), 0, 0, 0), {})
     return [end - first for first, end in map(grid.tokens, range(grid.count))]
 
 

@@ -30,7 +30,7 @@ def _pass(scene: Scene, seconds: int) -> None:
 def _restart_and_offer_again(scene: Scene) -> None:
     """Start the first source's next life, whose engine offers the whole room again, and let time pass."""
     scene.restart(FIRST)
-    scene.sources[FIRST].offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    scene.sources[FIRST].offer(KEY.room, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     _pass(scene, 8)
 
 
@@ -44,7 +44,7 @@ def test_a_full_hit_ends_at_a_prefill_worker_that_dies_between_two_chunks() -> N
     scene.restart(FIRST)
     _pass(scene, 8)
     # The engine repeats its open rooms and continues.
-    scene.sources[FIRST].offer(2, 0, 0, TOKENS // 2, last=False, now_ns=scene.now_ns)
+    scene.sources[FIRST].offer(2, [(0, 0, TOKENS // 2)], last=False, now_ns=scene.now_ns)
     scene.offer(2, TOKENS // 2, TOKENS)
 
     assert scene.half(FIRST, 2) is Reason.NONE
@@ -69,7 +69,7 @@ def test_a_prefill_worker_that_dies_when_its_part_is_there_does_not_fail_the_roo
     scene = Scene.of()
     scene.offer(KEY.room)
     _deliver_without_acknowledgements(scene)
-    assert scene.target.rooms[KEY].pairs[FIRST].state is TargetPairState.COMPLETE
+    assert scene.target.rooms[KEY].pairs[FIRST, 0].state is TargetPairState.COMPLETE
 
     _restart_and_offer_again(scene)
 
@@ -187,7 +187,7 @@ def test_the_next_engine_of_a_name_is_told_nothing_of_the_rooms_that_the_last_on
     scene.restart(FIRST)
     object.__setattr__(scene.sources[FIRST].config, "engine", 2)
     # It may use the same room id.
-    scene.sources[FIRST].offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    scene.sources[FIRST].offer(KEY.room, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     _pass(scene, 8)
     assert scene.half(FIRST, KEY.room) is None
 
@@ -242,8 +242,8 @@ def test_claims_of_nothing_take_no_place_of_a_room_and_are_forgotten(copies: int
     assert [key.room for key in source.rooms] == [KEY.room]
     # One of them is offered after all, and another room has its place.
     for core in scene.sources.values():
-        core.offer(100, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
-        core.offer(7, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+        core.offer(100, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
+        core.offer(7, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     assert (scene.half(FIRST, 100), scene.half(SECOND, 100)) == (Reason.NONE, Reason.NONE)
     _pass(scene, 1 + 2 * source.config.lease_ns // SECOND_NS)
     assert not source._completed
@@ -278,7 +278,7 @@ def test_an_offered_room_that_nobody_claims_ends_at_its_limit_and_says_what_it_w
     scene = Scene.of(room_timeout_ns=30 * SECOND_NS)
     source = scene.sources[FIRST]
     object.__setattr__(source.config, "room_timeout_ns", 30 * SECOND_NS)
-    source.offer(9, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    source.offer(9, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     effects_of(source)
     _pass(scene, 29)
     assert scene.half(FIRST, 9) is None
@@ -332,7 +332,7 @@ def test_what_is_said_of_a_complete_pair_is_said_until_it_is_acknowledged_and_ch
     _pass(scene, 20)
     source = scene.sources[FIRST]
     assert not scene.target.peers[FIRST].outcomes
-    source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    source.offer(KEY.room, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     assert scene.half(FIRST, KEY.room) is Reason.NONE
     ended = [effect for effect in effects_of(source) if isinstance(effect, RoomEnded | RoomReleased)]
     assert len(ended) == 2
@@ -341,12 +341,12 @@ def test_what_is_said_of_a_complete_pair_is_said_until_it_is_acknowledged_and_ch
         source.receive(DECODE, again, scene.now_ns)
     assert not [effect for effect in effects_of(source) if isinstance(effect, RoomEnded)]
     with pytest.raises(RoomError):
-        source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+        source.offer(KEY.room, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
 
 
 def _claims(scene: Scene) -> PeerMessage:
     """Return the claim of room KEY that the first source was sent."""
-    pair = scene.target.rooms[KEY].pairs[FIRST]
+    pair = scene.target.rooms[KEY].pairs[FIRST, 0]
     pages = bytes(32) if pair.way is not Way.STAGED else b""
     return Claim(pair.pair, 0, TOKENS, pair.way, 0, len(pages) // 4, pages, pair.why, pair.serial)
 
@@ -398,7 +398,7 @@ def test_a_claim_that_comes_when_everybody_has_forgotten_its_room_opens_nothing_
     source.receive(DECODE, claim, scene.now_ns)
     assert KEY not in source.rooms
     # Its pages belong to another room by now, although the engine offers it late.
-    source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
+    source.offer(KEY.room, [(0, 0, TOKENS)], last=True, now_ns=scene.now_ns)
     source.receive(DECODE, claim, scene.now_ns)
     scene.settle()
     assert not scene.writes(FIRST)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_wire.plan import Plan, plan
+from longshore_wire.plan import Plan, plan, plans
 from longshore_wire.ways import Staging, Way
 
 Element = tuple[int, str, int]
@@ -225,9 +225,11 @@ def test_an_mla_model_has_one_writer_for_each_reader_spread_over_the_source_rank
     assert len(made.idle_sources) == 4
 
 
-def test_an_mla_model_is_refused_when_staging_is_always() -> None:
-    with pytest.raises(LayoutError, match=r"model\.attention.*transfer\.staging"):
-        plan(layout(MLA, 8), layout(MLA, 4), staging=Staging.ALWAYS)
+def test_a_latent_is_staged_when_staging_is_always_and_read_from_one_rank() -> None:
+    made = plan(layout(MLA, 8), layout(MLA, 4), staging=Staging.ALWAYS)
+    assert made.way is Way.STAGED
+    assert [len(made.of_target(rank)) for rank in range(4)] == [1] * 4
+    assert max(len(made.of_source(rank)) for rank in range(8)) == 1
 
 
 GQA = ModelShape(80, 8, 128, 2)
@@ -250,7 +252,7 @@ GQA = ModelShape(80, 8, 128, 2)
         (layout(GQA, 4), layout(GQA, 4, page_size=64), {"staging": Staging.NEVER}, Way.SLICES),
         (layout(GQA, 4, order=PageOrder.OPAQUE), layout(GQA, 1, order=PageOrder.OPAQUE), {}, Way.STAGED),
         (layout(GQA, 4, order=PageOrder.OPAQUE), layout(GQA, 4, order=PageOrder.OPAQUE), {}, Way.CONTIGUOUS),
-        (layout(MLA, 4), layout(MLA, 1, page_size=1), {}, Way.SLICES),
+        (layout(MLA, 4), layout(MLA, 1, page_size=1), {}, Way.STAGED),
     ],
 )
 def test_the_way_follows_from_heads_pages_orders_and_switches(
@@ -364,3 +366,33 @@ def test_slices_in_the_summary_are_the_runs_that_are_contiguous_on_both_sides(
         steps = pairwise(places)
         runs += 2 * (1 + sum((after[0] - before[0], after[1] - before[1]) != (1, 1) for before, after in steps))
     assert made.summary(tokens, 1 << 20).slices_per_chunk == runs
+
+
+def test_an_unchecked_layout_with_a_long_name_makes_no_long_text() -> None:
+    model = ModelShape(2, 4, 16, 2)
+    ours = KVLayout(model, Parallel(), 16)
+    for theirs in (
+        msgspec.structs.replace(ours, name="n" * 60_000),
+        msgspec.structs.replace(ours, others=(msgspec.structs.replace(ours, name="n" * 60_000),)),
+    ):
+        with pytest.raises(LayoutError, match="source: ") as caught:
+            plans(theirs, ours)
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_source_rank_is_idle_only_if_it_is_so_in_every_cache() -> None:
+    kv = KVLayout(ModelShape(4, 4, 16, 2), Parallel(tp=4), 16)
+    latent = KVLayout(ModelShape(4, 1, 16, 2), Parallel(), 16, name="latent")
+    source = msgspec.structs.replace(kv, others=(latent,))
+    target = msgspec.structs.replace(source, parallel=Parallel())
+    first, second = plans(source, target)
+    assert (first.idle_sources, second.idle_sources) == ((), ())
+    assert (len(first.pairs), len(second.pairs)) == (4, 1)
+    # Of four ranks with replicas in both caches, the rest are idle.
+    alone = msgspec.structs.replace(
+        latent, parallel=Parallel(tp=4), others=(msgspec.structs.replace(latent, name="index"),)
+    )
+    first, second = plans(alone, msgspec.structs.replace(alone, parallel=Parallel()), room=7)
+    assert first.pairs[0].source_rank == second.pairs[0].source_rank
+    assert {rank for rank, _ in first.idle_sources} == set(range(4)) - {first.pairs[0].source_rank}
+    assert second.idle_sources == ()

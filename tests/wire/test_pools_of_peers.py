@@ -30,15 +30,15 @@ class Scene:
     def attach(self, geometry: PoolGeometry, address: int = 1 << 21) -> None:
         pools = (PoolInfo(0, geometry, (address,) * len(geometry.region_bytes)),)
         ring = RegionInfo(4096, 1 << 20)
-        said = Attach(1, "d", "D", 9, LAYOUT, "Loopback", b"", ring, pools, 1 << 20)
+        said = Attach(2, "d", "D", 9, LAYOUT, "Loopback", b"", ring, pools, 1 << 20)
         self._generation += 1
         self.session.receive(PEER, msgspec.structs.replace(said, generation=self._generation), 0)
 
     def claim(self, room: int) -> list[Reason]:
         """Claim 64 offered tokens in place; return the reason of a refusal."""
-        self.session.offer(room, 0, 0, 64, last=True, now_ns=0)
+        self.session.offer(room, [(0, 0, 64)], last=True, now_ns=0)
         pages = b"".join(number.to_bytes(4, "little") for number in range(4))
-        pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")
+        pair = PairKey(RoomKey("P", room), 0, 0, 7, 9, "D")
         self.session.receive(PEER, Claim(pair, 0, 64, Way.CONTIGUOUS, 0, 4, pages, serial=room), 0)
         refused = [message.reason for _, message in messages_of(self.session) if isinstance(message, Abort)]
         writes = [effect for effect in effects_of(self.session) if isinstance(effect, StartWrite)]

@@ -35,18 +35,18 @@ def test_no_confirmation_of_another_life_another_room_another_claim_or_another_w
     for wrong in (
         msgspec.structs.replace(pair, source_epoch=6),
         msgspec.structs.replace(pair, target_epoch=8),
-        msgspec.structs.replace(pair, key=RoomKey("P", 2, 0)),
+        msgspec.structs.replace(pair, key=RoomKey("P", 2)),
     ):
         scene.say(FIRST, EndAck(wrong))
         assert scene.held == both
-    serial = scene.target.rooms[KEY].pairs[FIRST].serial
+    serial = scene.target.rooms[KEY].pairs[FIRST, 0].serial
     assert serial > 0
     for wrong_serial in (serial + 1, -1):
         scene.say(FIRST, EndAck(pair, wrong_serial))
         assert scene.held == both
-    scene.say(SECOND, EndAck(scene.pair(SECOND), scene.target.rooms[KEY].pairs[SECOND].serial))
+    scene.say(SECOND, EndAck(scene.pair(SECOND), scene.target.rooms[KEY].pairs[SECOND, 0].serial))
     assert 0 < scene.held < both
-    first = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
+    first = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST, 0].regions.values())
     assert scene.held == first
 
 

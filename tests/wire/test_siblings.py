@@ -7,7 +7,7 @@ from core_outputs import effects_of
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import RoomEnded, SessionConfig
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RoomKey
@@ -16,7 +16,7 @@ from longshore_wire.target import TargetSession
 
 MODEL = ModelShape(2, 4, 16, 2)
 LAYOUT = KVLayout(MODEL, Parallel(tp=2, tp_rank=1), 16)
-KEY = RoomKey("P", 5, 0)
+KEY = RoomKey("P", 5)
 
 
 def _config(instance: str) -> SessionConfig:
@@ -28,7 +28,7 @@ def test_an_offer_that_comes_after_a_sibling_has_failed_its_room_is_refused_with
     source.sibling_failed(KEY, Reason.TOTAL_MISMATCH, "prefill says 60 tokens, decode 61", 1)
 
     with pytest.raises(RoomError, match="decode 61") as caught:
-        source.offer(5, 0, 0, 60, last=True, now_ns=2)
+        source.offer(5, [(0, 0, 60)], last=True, now_ns=2)
 
     assert caught.value.reason is Reason.TOTAL_MISMATCH
 
@@ -39,14 +39,14 @@ def test_a_claim_that_comes_after_a_sibling_has_failed_its_room_is_refused_with_
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 1), RankAddress(1, "h:2", 1)))
 
     with pytest.raises(RoomError, match="silent") as caught:
-        target.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 2)
+        target.claim(Wanted(KEY, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 2)
 
     assert caught.value.reason is Reason.PEER_LOST
 
 
 def test_an_open_room_fails_once_however_many_siblings_fail_it() -> None:
     source = SourceSession(_config("P"), now_ns=0)
-    source.offer(5, 0, 0, 60, last=True, now_ns=1)
+    source.offer(5, [(0, 0, 60)], last=True, now_ns=1)
 
     for moment in (2, 3):
         source.sibling_failed(KEY, Reason.ENGINE_LOST, "gone", moment)

@@ -40,7 +40,7 @@ def test_a_target_counts_the_tokens_of_the_slabs_that_are_in_its_pages(
     count: int, slab_tokens: int, data: st.DataObject
 ) -> None:
     grid = SlabGrid(7, 7 + count, slab_tokens)
-    key = PairKey(RoomKey("P", 1, 0), 0, 0, 1, 1, "D")
+    key = PairKey(RoomKey("P", 1), 0, 0, 1, 1, "D")
     pair = TargetPair(key, PeerId("P", 0, 0), None, Way.CONTIGUOUS, grid=grid, states=[TargetSlab.WANTED] * grid.count)
     placed = {slab for slab in range(grid.count) if data.draw(st.booleans())}
     for slab in placed:

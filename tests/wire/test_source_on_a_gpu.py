@@ -9,10 +9,10 @@ from source_voice import attach_to
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, SessionConfig, StartWrite
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Abort, Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Abort, Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way
@@ -20,13 +20,15 @@ from longshore_wire.ways import Staging, Way
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
 RING = RegionInfo(4096, 1 << 20)
 POOL = PoolInfo(0, pool_geometry(LAYOUT, 64), (1 << 21,))
-KEY = RoomKey("P", 1, 0)
+KEY = RoomKey("P", 1)
 
 
 def attach(instance: str, epoch: int, *, in_place: bool) -> Attach:
     ring = RING if instance == "D" else None
     pools = (POOL,) if instance == "D" else ()
-    return Attach(1, "d", instance, epoch, LAYOUT, "Loopback", b"", ring, pools, 1 << 20, in_place=in_place)
+    return Attach(
+        PROTOCOL_VERSION, "d", instance, epoch, LAYOUT, "Loopback", b"", ring, pools, 1 << 20, in_place=in_place
+    )
 
 
 def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
@@ -35,7 +37,7 @@ def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RING, {0: POOL})
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
-    session.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+    session.claim(Wanted(KEY, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     attach_to(session, PeerId("P", 0, 0), attach("P", 7, in_place=in_place), 0)
     found = [message for _, message in messages_of(session) if isinstance(message, Claim)]
     return found[0].way, found[0].why.name
@@ -50,7 +52,7 @@ def answer(way: Way, *, in_place: bool) -> tuple[list[Abort], list[StartWrite]]:
     """Return the effects of a claim at a prefill rank that has offered all tokens."""
     session = SourceSession(SessionConfig("d", "P", 7, LAYOUT, in_place=in_place), now_ns=0)
     session.describe(b"", None, {})
-    session.offer(1, 0, 0, 64, last=True, now_ns=0)
+    session.offer(1, [(0, 0, 64)], last=True, now_ns=0)
     peer = PeerId("D", 0, 0)
     session.receive(peer, attach("D", 9, in_place=True), 0)
     pair = PairKey(KEY, 0, 0, 7, 9, "D")
@@ -80,16 +82,16 @@ def test_decode_refuses_to_claim_in_place_what_no_transport_can_write_there(sett
         return session
 
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
-    claims().claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+    claims().claim(Wanted(KEY, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     refusing = claims(in_place=False)
     with pytest.raises(RoomError, match="those of decode D are on a GPU: have them staged") as caught:
-        refusing.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+        refusing.claim(Wanted(KEY, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     assert (caught.value.reason, refusing.rooms) == (Reason.UNSUPPORTED, {})
     # A full hit has no mode, and neighbours need no transport.
-    refusing.claim(Wanted(KEY, endpoint, 60, 60, 0, b""), 0)
+    refusing.claim(Wanted(KEY, endpoint, (CachePages(0, 60, 60, 0, b""),)), 0)
     if "force_way" not in settings:
         near = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),), agent="here")
-        refusing.claim(Wanted(RoomKey("P", 2, 0), near, 0, 60, 4, bytes(16)), 0)
+        refusing.claim(Wanted(RoomKey("P", 2), near, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     assert len(refusing.rooms) == 2 if "force_way" not in settings else 1
 
 

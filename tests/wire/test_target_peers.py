@@ -8,7 +8,7 @@ from source_voice import attach_to
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, Dial, PeerId, SessionConfig
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
@@ -35,7 +35,7 @@ def _run(target: TargetSession, from_ns: int, until_ns: int) -> list[tuple[int, 
 def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_waits_for_its_word() -> None:
     target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
-    target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 60, 4, bytes(16)), 0)
+    target.claim(Wanted(RoomKey("P", 5), endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     assert [effect for effect in effects_of(target) if isinstance(effect, Dial)] == [Dial(PREFILL, "h:1")]
     target.peers[PREFILL].state = PeerState.LOST
 
@@ -54,13 +54,15 @@ def test_claims_dial_only_so_many_sources_that_have_not_answered_and_others_are_
     wide = KVLayout(LAYOUT.model, Parallel(tp=1024), 16)
     ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(1024))
     with pytest.raises(RoomError, match="1024 prefill ranks") as caught:
-        target.claim(Wanted(RoomKey("wide", 1, 0), Endpoint("wide", wide, ranks), 0, 60, 4, bytes(16)), 0)
+        target.claim(
+            Wanted(RoomKey("wide", 1), Endpoint("wide", wide, ranks), (CachePages(0, 0, 60, 4, bytes(16)),)), 0
+        )
     assert caught.value.reason is Reason.UNSUPPORTED
     assert (target.rooms, target.peers, target.take_effects()) == ({}, {}, [])
 
     def claim(number: int) -> None:
         endpoint = Endpoint(f"P{number}", LAYOUT, (RankAddress(0, f"h:{number}", 7),))
-        target.claim(Wanted(RoomKey(f"P{number}", 1, 0), endpoint, 0, 60, 4, bytes(16)), 0)
+        target.claim(Wanted(RoomKey(f"P{number}", 1), endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
 
     for number in range(256):
         claim(number)
@@ -68,7 +70,7 @@ def test_claims_dial_only_so_many_sources_that_have_not_answered_and_others_are_
         claim(256)
     assert caught.value.reason is Reason.BUSY
     # One that has answered makes place for another.
-    answer = Attach(1, "d", "P7", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20, engine=1)
+    answer = Attach(2, "d", "P7", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20, engine=1)
     attach_to(target, PeerId("P7", 0, 0), answer, 0)
     claim(256)
     assert len(target.rooms) == 257
@@ -77,7 +79,7 @@ def test_claims_dial_only_so_many_sources_that_have_not_answered_and_others_are_
 def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> None:
     target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
-    target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 0, 0, b""), 0)
+    target.claim(Wanted(RoomKey("P", 5), endpoint, (CachePages(0, 0, 0, 0, b""),)), 0)
     effects_of(target)
     target.peers[PREFILL].state = PeerState.LOST
     target.peers[PREFILL].rooms.clear()
@@ -88,7 +90,12 @@ def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> 
 
 def test_time_in_which_this_side_did_not_listen_is_nobodys_silence_nor_takes_a_lease() -> None:
     target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
-    target.claim(Wanted(RoomKey("P", 5, 0), Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),)), 0, 60, 4, bytes(16)), 0)
+    target.claim(
+        Wanted(
+            RoomKey("P", 5), Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),)), (CachePages(0, 0, 60, 4, bytes(16)),)
+        ),
+        0,
+    )
     absent_ns = 10 * max(target.config.peer_timeout_ns, target.config.lease_ns)
 
     target.was_absent(absent_ns, absent_ns)

@@ -70,7 +70,7 @@ def test_a_key_is_not_shown_with_the_message_that_carries_it() -> None:
 def test_the_bytes_of_a_trailer_are_frozen() -> None:
     trailer = Trailer(
         room=1,
-        pool=2,
+        cache=2,
         slab=3,
         source_rank=4,
         target_rank=5,
@@ -93,7 +93,9 @@ def test_the_bytes_of_a_trailer_are_frozen() -> None:
     )
 
 
-@pytest.mark.parametrize(("field", "limit"), [("room", 2**64), ("payload_bytes", 2**32), ("slab", 2**32), ("pool", -1)])
+@pytest.mark.parametrize(
+    ("field", "limit"), [("room", 2**64), ("payload_bytes", 2**32), ("slab", 2**32), ("cache", -1)]
+)
 def test_a_number_that_does_not_fit_is_a_mistake_of_ours_and_names_its_field(field: str, limit: int) -> None:
     trailer = msgspec.structs.replace(Trailer(1, 2, 3, 4, 5, 6, 7, 8, 9), **{field: limit})
     with pytest.raises(AssertionError, match=f"trailer.{field}"):

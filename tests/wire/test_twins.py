@@ -18,7 +18,7 @@ from longshore_wire.effects import (
     RoomReleased,
     SessionConfig,
 )
-from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
@@ -46,7 +46,7 @@ def decode(epoch: int) -> TargetSession:
 
 def claim(session: TargetSession, room: int) -> list[object]:
     """Claim a room; return the session's messages."""
-    session.claim(Wanted(RoomKey("P", room, 0), ENDPOINT, 0, 60, 4, bytes(16)), 0)
+    session.claim(Wanted(RoomKey("P", room), ENDPOINT, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
     return [message for _, message in messages_of(session)]
 
 
@@ -82,7 +82,7 @@ def test_the_older_of_two_workers_of_one_name_is_refused_by_that_name_and_the_ne
     assert "decode D rank 0" in ended[0].text and "instance name" in ended[0].text
     assert not [effect for effect in effects_of(source) if isinstance(effect, PeerAttached)]
     assert source.peers[DECODE].epoch == 200
-    assert list(source.rooms) == [RoomKey("P", 1, 0)]
+    assert list(source.rooms) == [RoomKey("P", 1)]
 
 
 def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one_is_known_to_have_ended() -> None:
@@ -101,7 +101,7 @@ def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one
     insist(source, moved, 4)
 
     assert source.peers[DECODE].epoch == 100
-    assert RoomKey("P", 2, 0) in source.rooms
+    assert RoomKey("P", 2) in source.rooms
 
 
 def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_room_ended() -> None:
@@ -109,7 +109,7 @@ def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_
     source = prefill()
     last, moved = decode(200), decode(100)
     exchange(source, last, claim(last, 1))
-    source.offer(2, 0, 0, 60, last=True, now_ns=0)
+    source.offer(2, [(0, 0, 60)], last=True, now_ns=0)
     exchange(source, moved, claim(moved, 2))
     for second in range(1, 9):
         moved.renew(second * SECOND_NS)
@@ -121,7 +121,7 @@ def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_
     source.peer_dead(DECODE, 200, 8 * SECOND_NS)
     insist(source, moved, 10)
 
-    assert source.ended[RoomKey("P", 2, 0)].reason is Reason.PEER_LOST
+    assert source.ended[RoomKey("P", 2)].reason is Reason.PEER_LOST
 
 
 def test_a_refusal_of_an_earlier_life_means_nothing_to_the_next_one() -> None:
@@ -132,7 +132,7 @@ def test_a_refusal_of_an_earlier_life_means_nothing_to_the_next_one() -> None:
     newer.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "late", epoch=100, attempt=2), 0)
 
     assert newer.peers[PREFILL].state is PeerState.ATTACHED
-    assert list(newer.rooms) == [RoomKey("P", 1, 0)]
+    assert list(newer.rooms) == [RoomKey("P", 1)]
 
 
 def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
@@ -145,7 +145,7 @@ def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
     exchange(source, older, claim(older, 2))
 
     assert source.peers[DECODE].epoch == 100
-    assert RoomKey("P", 2, 0) in source.rooms
+    assert RoomKey("P", 2) in source.rooms
 
 
 def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
@@ -153,7 +153,7 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
     source = prefill()
     older = decode(100)
     exchange(source, older, claim(older, 2))
-    source.offer(2, 0, 0, 60, last=True, now_ns=0)
+    source.offer(2, [(0, 0, 60)], last=True, now_ns=0)
     for _, message in messages_of(source):
         older.receive(PREFILL, message, 0)
     granted = older.granter.ring.used_bytes
@@ -184,10 +184,10 @@ def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_i
     attempt = older.peers[PREFILL].attempt
     older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer worker is attached", 100, attempt), 2 * SECOND_NS)
 
-    assert RoomKey("P", 3, 0) not in older.rooms
-    assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in effects_of(older)
+    assert RoomKey("P", 3) not in older.rooms
+    assert RoomReleased(Half.TARGET, RoomKey("P", 3)) in effects_of(older)
     # Room 1's granted memory may still be written.
-    assert list(older.rooms) == [RoomKey("P", 1, 0)]
+    assert list(older.rooms) == [RoomKey("P", 1)]
     assert older.granter.ring.held_bytes
 
 
@@ -202,14 +202,14 @@ def _held_write() -> two_writers.Scene:
     scene = two_writers.Scene.of()
     scene.offer(two_writers.KEY.room)
     scene.settle()
-    assert scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST].regions
+    assert scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST, 0].regions
     return scene
 
 
 def _hear_outcomes(scene: two_writers.Scene) -> None:
     """Confirm the ends of rooms as the first rank of the attached engine."""
     peer = two_writers.FIRST
-    for key in list(scene.target.peers[peer].outcomes):
+    for key, _ in list(scene.target.peers[peer].outcomes):
         pair = PairKey(key, 0, 0, scene.target.peers[peer].epoch, 9, "D", 0)
         scene.target.receive(peer, EndAck(pair), scene.now_ns)
     assert not scene.target.peers[peer].outcomes
@@ -231,7 +231,7 @@ def test_a_room_that_names_another_live_prefill_worker_of_one_name_fails_by_that
     scene.claim(2, endpoint=TWIN)
     _pass(scene, 8)
     assert scene.ended(2) is Reason.STALE_EPOCH
-    text = scene.target.ended[RoomKey("P", 2, 0)].text
+    text = scene.target.ended[RoomKey("P", 2)].text
     assert "h:1" in text and "h:9" in text and "one instance name" in text
     # The first one's writes continue, into memory that is still granted to them.
     assert scene.target.granter.ring.used_bytes == used
@@ -243,7 +243,8 @@ def test_a_room_that_names_another_live_prefill_worker_of_one_name_fails_by_that
 def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_another_of_its_name_is_dialled() -> None:
     scene = _held_write()
     first = sum(
-        region.length_bytes for region in scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST].regions.values()
+        region.length_bytes
+        for region in scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST, 0].regions.values()
     )
     scene.lost.add(two_writers.FIRST)
     scene.claim(2, endpoint=TWIN)
@@ -257,7 +258,7 @@ def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_ano
     assert scene.ended(two_writers.KEY.room) is Reason.PEER_LOST
     assert scene.held == first
     # Its next life at the other address proves nothing about the one at this address.
-    attach = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=1)
+    attach = Attach(2, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=1)
     attach_to(scene.target, two_writers.FIRST, attach, scene.now_ns)
     assert scene.target.peers[two_writers.FIRST].epoch == 8
     assert scene.held == first
@@ -314,7 +315,7 @@ def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode
 def test_a_life_does_not_confirm_that_an_earlier_one_of_its_name_writes_no_more() -> None:
     source, target = prefill(), decode(200)
     exchange(source, target, claim(target, 1))
-    earlier = PairKey(RoomKey("P", 1, 0), 0, 0, 6, 200, "D", 0)
+    earlier = PairKey(RoomKey("P", 1), 0, 0, 6, 200, "D", 0)
     source.receive(DECODE, Abort(earlier, Reason.CANCELLED, "cancelled"), 0)
     assert messages_of(source) == []
 
@@ -405,7 +406,7 @@ def test_another_worker_at_the_address_of_one_that_has_ended_is_not_taken_for_it
     peer = two_writers.FIRST
     scene.target.peer_lost(peer, "silent", scene.now_ns)
     sibling = KVLayout(two_writers.MODEL, Parallel(tp=2, tp_rank=1), 16)
-    attach = Attach(1, "d", "P", 20, sibling, "Loopback", b"", None, (), 1 << 20)
+    attach = Attach(2, "d", "P", 20, sibling, "Loopback", b"", None, (), 1 << 20)
     attach_to(scene.target, peer, attach, scene.now_ns)
     assert scene.target.peers[peer].state is PeerState.REFUSED
     assert "prefill P rank 1 listens at" in scene.target.peers[peer].trouble
@@ -445,7 +446,7 @@ def _held_write_and_twin() -> tuple[two_writers.Scene, Attach]:
     scene.lost.add(two_writers.FIRST)
     scene.claim(2, endpoint=TWIN)
     _pass(scene, 8)
-    twin = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
+    twin = Attach(2, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=2)
     attach_to(scene.target, two_writers.FIRST, twin, scene.now_ns)
     return scene, twin
 
@@ -458,7 +459,7 @@ def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_e
     target.peer_listens(peer, 7, scene.now_ns)
     target.tick(scene.now_ns)
     assert target.peers[peer].address == "h:9", "room 2 is open there"
-    target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
+    target.cancel(RoomKey("P", 2), Reason.CANCELLED, "enough", scene.now_ns)
     effects_of(target)
     held = scene.held
 
@@ -485,7 +486,7 @@ def test_a_later_life_at_the_address_of_an_ended_writer_is_asked_while_another_e
 def test_a_writer_that_does_not_answer_takes_one_heartbeat_of_another_engine_of_its_name_per_lease() -> None:
     scene, twin = _held_write_and_twin()
     target, peer = scene.target, two_writers.FIRST
-    target.cancel(RoomKey("P", 2, 0), Reason.CANCELLED, "enough", scene.now_ns)
+    target.cancel(RoomKey("P", 2), Reason.CANCELLED, "enough", scene.now_ns)
     _hear_outcomes(scene)
     effects_of(target)
     dialled = []
@@ -519,7 +520,7 @@ def test_a_claim_of_a_later_life_waits_its_turn_where_a_room_of_another_address_
 
 def _claim_at(target: TargetSession, room: int, address: str, now_ns: int) -> None:
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, address, 1 << 62),))
-    target.claim(Wanted(RoomKey("P", room, 0), endpoint, 0, 60, 4, bytes(16)), now_ns)
+    target.claim(Wanted(RoomKey("P", room), endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), now_ns)
 
 
 def test_addresses_at_which_nobody_answers_delay_a_peer_by_some_heartbeats_and_not_by_its_silence_limit() -> None:
@@ -527,7 +528,7 @@ def test_addresses_at_which_nobody_answers_delay_a_peer_by_some_heartbeats_and_n
     heartbeat_ns = target.config.heartbeat_ns
     for room, address in ((1, "h:6"), (2, "h:7"), (3, "h:1")):
         _claim_at(target, room, address, 0)
-    attach = Attach(1, "d", "P", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20)
+    attach = Attach(2, "d", "P", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20)
     for beat in range(1, 8):
         target.tick(beat * heartbeat_ns)
         if target.peers[PREFILL].address == "h:1":
@@ -535,7 +536,7 @@ def test_addresses_at_which_nobody_answers_delay_a_peer_by_some_heartbeats_and_n
             break
     assert target.peers[PREFILL].epoch == 7
     assert beat <= 5
-    assert RoomKey("P", 3, 0) in target.rooms and not target.rooms[RoomKey("P", 3, 0)].failed
+    assert RoomKey("P", 3) in target.rooms and not target.rooms[RoomKey("P", 3)].failed
 
 
 def test_rooms_of_two_addresses_at_which_nobody_answers_all_end() -> None:
@@ -551,12 +552,12 @@ def test_rooms_of_two_addresses_at_which_nobody_answers_all_end() -> None:
 def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_drains_at_the_source() -> None:
     source, last, next_life = prefill(), decode(100), decode(200)
     exchange(source, last, claim(last, 1))
-    source.offer(1, 0, 0, 60, last=True, now_ns=0)
+    source.offer(1, [(0, 0, 60)], last=True, now_ns=0)
     exchange(source, last, [])
     for _, message in messages_of(source):
         last.receive(PREFILL, message, 0)
     exchange(source, last, [message for _, message in messages_of(last)])
-    assert source.rooms[RoomKey("P", 1, 0)].busy
+    assert source.rooms[RoomKey("P", 1)].busy
 
     exchange(source, next_life, claim(next_life, 1))
 

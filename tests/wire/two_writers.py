@@ -12,7 +12,7 @@ from core_outputs import effects_of, messages_of
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PairKey, PeerMessage, PoolInfo, RegionInfo, RoomKey, SlabReady
@@ -21,7 +21,7 @@ from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
-KEY = RoomKey("P", 1, 0)
+KEY = RoomKey("P", 1)
 HALVES = KVLayout(MODEL, Parallel(tp=2), 16)
 TOKENS = 64
 FIRST, SECOND = PeerId("P", 0, 0), PeerId("P", 0, 1)
@@ -79,8 +79,10 @@ class Scene:
 
     def claim(self, room: int, first_token: int = 0, endpoint: Endpoint | None = None) -> RoomKey:
         """Claim tokens of a room at decode, from `first_token` on."""
-        key, page_count = RoomKey("P", room, 0), (TOKENS - first_token) // 8
-        wanted = Wanted(key, endpoint or self.endpoint(), first_token, TOKENS, page_count, bytes(4 * page_count))
+        key, page_count = RoomKey("P", room), (TOKENS - first_token) // 8
+        wanted = Wanted(
+            key, endpoint or self.endpoint(), (CachePages(0, first_token, TOKENS, page_count, bytes(4 * page_count)),)
+        )
         self.target.claim(wanted, self.now_ns)
         return key
 
@@ -91,7 +93,7 @@ class Scene:
 
     def half(self, peer: PeerId, room: int) -> Reason | None:
         """Return the end of a room that a prefill rank's current worker reported to its engine; None if none yet."""
-        ended = self.sources[peer].ended.get(RoomKey("P", room, 0))
+        ended = self.sources[peer].ended.get(RoomKey("P", room))
         return None if ended is None else ended.reason
 
     @staticmethod
@@ -117,7 +119,7 @@ class Scene:
     def offer(self, room: int, first_token: int = 0, end_token: int = TOKENS) -> None:
         """Offer tokens of a room at both prefill ranks."""
         for source in self.sources.values():
-            source.offer(room, 0, first_token, end_token, last=end_token == TOKENS, now_ns=self.now_ns)
+            source.offer(room, [(0, first_token, end_token)], last=end_token == TOKENS, now_ns=self.now_ns)
 
     def deliver(self, peer: PeerId) -> int:
         """Write everything that one source's rooms still need; return the number of slabs."""
@@ -172,7 +174,7 @@ class Scene:
     def end_writes(self, peer: PeerId) -> None:
         """Complete all writes of one source's lanes."""
         source = self.sources[peer]
-        pair = source.rooms[KEY].pairs[DECODE]
+        pair = source.rooms[KEY].pairs[DECODE, 0]
         for slab in [slab for slab, state in enumerate(pair.states) if state.value in ("writing", "draining")]:
             source.write_done(DECODE, pair.pair, slab, 1, 0)
 
@@ -182,7 +184,7 @@ class Scene:
         return self.told.get(room)
 
     def pair(self, peer: PeerId) -> PairKey:
-        return self.target.rooms[KEY].pairs[peer].pair
+        return self.target.rooms[KEY].pairs[peer, 0].pair
 
     def say(self, peer: PeerId, message: PeerMessage) -> None:
         self.target.receive(peer, message, self.now_ns)

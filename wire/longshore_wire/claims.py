@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, CachePages, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Pair, Plan
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units, staged_tokens
-from longshore_wire.ways import IN_PLACE, Way, Why, check_place, given_way
+from longshore_wire.ways import IN_PLACE, Open, Way, Why, check_place, given_way
 
 # Limit of the slabs that a peer can make us track for one claim.
 SLABS_MAX = 1 << 18
@@ -30,14 +30,11 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An engine's request: tokens [first, end) of a room into these pages; end is the total."""
+    """An engine's request: for each cache, in order, tokens [first, end) of a room into these pages; end is the total."""
 
     key: RoomKey
     endpoint: Endpoint
-    first_token: int
-    end_token: int
-    page_count: int
-    pages: bytes
+    caches: tuple[CachePages, ...]
     mappable: bool = True  # workers of the same agent may map the pages and write them
     adjacent: bool = True  # the elements of a row are adjacent, as kernels of GPUs need them
     digest: bool = False  # compare digests, even if the deployment does not
@@ -142,31 +139,43 @@ class Route:
 
     Attributes:
         pair: the slices that move; None if nothing moves and the source only needs to know that.
-        expected: target ranks that must claim from this source.
-        writer_count: source ranks that write to that target.
+        expected: target ranks that must claim from this source, each with the cache.
+        writer_count: source ranks that write to that target, in any cache; each pair of a cache counts.
     """
 
     pair: Pair | None
-    expected: frozenset[int]
+    expected: frozenset[tuple[int, int]]
     writer_count: int
 
 
-def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
-    """Return the meaning of a claim of `target_rank` at `source_rank`. Raises LayoutError if the ranks have no pair."""
-    sent, writers = planned.of_source(source_rank), len(planned.of_target(target_rank))
-    for pair in sent:
-        if pair.target_rank == target_rank:
-            return Route(pair, frozenset(each.target_rank for each in sent), writers)
-    if (source_rank, target_rank) in planned.idle_sources:
-        return Route(None, frozenset({target_rank}), max(1, writers))
+def route(planned: tuple[Plan, ...], source_rank: int, target_rank: int, cache: int) -> Route:
+    """Return the meaning of a claim of `target_rank` at `source_rank`. Raises LayoutError if the ranks have no pair.
+
+    Args:
+        planned: of each cache.
+    """
+    writers = writer_count(planned, target_rank)
+    sent = [
+        (pair, index) for index, each in enumerate(planned) for pair in each.pairs if pair.source_rank == source_rank
+    ]
+    for pair, index in sent:
+        if (pair.target_rank, index) == (target_rank, cache):
+            return Route(pair, frozenset([(each.target_rank, at) for each, at in sent]), writers)
+    if (source_rank, target_rank) in planned[cache].idle_sources:
+        return Route(None, frozenset({(target_rank, cache)}), max(1, writers))
     raise LayoutError(f"decode rank {target_rank} has no pair with prefill rank {source_rank}")
+
+
+def writer_count(planned: tuple[Plan, ...], target_rank: int) -> int:
+    """Return the pairs of all caches that write to a target rank, and share its ring."""
+    return sum([pair.target_rank == target_rank for each in planned for pair in each.pairs])
 
 
 def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, sound: dict[int, PoolInfo]) -> SlabGrid:
     """Return the slabs of a claim at its source.
 
     Args:
-        sound: by number, pools of `attach` that earlier claims found to fit its layout. This call adds the claim's pool.
+        sound: by cache, pools of `attach` that earlier claims found to fit its layout. This call adds the claim's pool.
     Raises:
         RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
@@ -191,7 +200,8 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
     count, unit = claim.end_token - claim.first_token, (found.pair.unit_bytes, found.pair.unit_tokens)
-    page = max(config.layout.page_size, attach.layout.page_size)
+    cache = claim.pair.cache
+    page = max(config.layout.caches[cache].page_size, attach.layout.caches[cache].page_size)
     if claim.way in IN_PLACE:
         count_min = 2 * config.lane_count
         if claim.way is Way.DIRECT and config.direct_slab_bytes:
@@ -212,14 +222,14 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     return cut
 
 
-def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, int], demand: Demand) -> SlabGrid:
-    """Return the slabs that a source's demand defines for the claimed tokens [first, end) of a room.
+def demanded_grid(config: SessionConfig, pair: TargetPair, wanted: CachePages, demand: Demand) -> SlabGrid:
+    """Return the slabs that a source's demand defines for the claimed tokens of a cache.
 
     Raises:
         RoomError: MALFORMED_MESSAGE: the demand contradicts itself, splits opaque pages, has too many slabs, or
             has slabs of which the ring cannot hold two.
     """
-    first, end = tokens
+    first, end = wanted.first_token, wanted.end_token
     if pair.route is None:
         first = end
     cut = SlabGrid(first, end, max(demand.slab_tokens, 1))
@@ -258,22 +268,25 @@ def check_prefix(first_token: int, pair: Pair) -> None:
 
 
 def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) -> None:
-    number, size = claim.pair.key.pool, attach.layout.page_size
-    pool = attach.pool(number)
+    cache = claim.pair.cache
+    layout = attach.layout.caches[cache]
+    size = layout.page_size
+    pool = attach.pool(cache)
     if pool is None or len(pool.region_addresses) != len(pool.geometry.region_bytes):
         raise RoomError(
-            f"way {claim.way.name} writes pages in place, and decode {attach.instance} has not registered pool {number} "
-            "for that: register it first, or use STAGED",
+            f"way {claim.way.name} writes pages in place, and decode {attach.instance} has not registered the pages of "
+            f"cache {cache} for that: register it first, or use STAGED",
             reason=Reason.UNKNOWN_POOL,
         )
-    if sound.get(number) is not pool:
+    if sound.get(cache) is not pool:
         # With several hundred planes this takes 0.5 ms, once for each pool.
-        pool.geometry.check(attach.layout)
+        pool.geometry.check(layout)
         if not all(0 <= address < 2**63 for address in pool.region_addresses):
             raise RoomError(
-                f"pool {number} of decode {attach.instance} is at no address", reason=Reason.MALFORMED_MESSAGE
+                f"the pool of cache {cache} of decode {attach.instance} is at no address",
+                reason=Reason.MALFORMED_MESSAGE,
             )
-        sound[number] = pool
+        sound[cache] = pool
     needed = -(-claim.end_token // size) - claim.first_token // size
     if claim.page_count != needed:
         raise RoomError(
@@ -282,48 +295,61 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
         )
 
 
-def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:
-    """Return the pairs that a claim opens at its target: its sources, and those of which it needs nothing.
+def target_pairs(config: SessionConfig, wanted: Wanted, planned: tuple[Plan, ...]) -> list[TargetPair]:
+    """Return the pairs that a claim opens at its target: its sources by cache, and those of which it needs nothing.
 
     Raises:
         RoomError: the endpoint lacks a rank, the prefix ends within an opaque page, or our pages cannot be written in place.
         RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
     """
     rank, place = config.layout.rank, config.layout.parallel
-    mine = planned.of_target(rank)
-    routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in mine]
-    routes += [(source, None) for source, teller in planned.idle_sources if teller == rank]
     known = {rank.rank: rank for rank in wanted.endpoint.ranks}
+    writers = writer_count(planned, rank)
     pairs = []
-    for source, pair in routes:
-        if source not in known:
-            raise RoomError(
-                f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
-                reason=Reason.UNKNOWN_INSTANCE,
+    for cache, each in enumerate(planned):
+        routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in each.of_target(rank)]
+        routes += [(source, None) for source, teller in each.idle_sources if teller == rank]
+        for source, pair in routes:
+            if source not in known:
+                raise RoomError(
+                    f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
+                    reason=Reason.UNKNOWN_INSTANCE,
+                )
+            way, why, left_open = _first_way(config, wanted.caches[cache], each, pair, writers)
+            peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
+            # The source's epoch is filled in when it has attached.
+            pair_key = PairKey(
+                wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank, config.memory, cache
             )
-        way, why, left_open = Way.STAGED, Why.DEFAULT, None
-        if pair is not None:
-            way, why = given_way(pair.way, config.force_way, config.staging, config.layout.model.attention)
-        if pair is not None and wanted.first_token < wanted.end_token:
-            check_prefix(wanted.first_token, pair)
-            if why is Why.UNDECIDED:
-                tokens = (wanted.first_token, wanted.end_token)
-                left_open = planned.open_pair(pair, tokens, lane_bytes=_ANY_LANE, ring_bytes=config.ring_bytes)
-            else:
-                check_place(way, f"decode {config.instance}", in_place=config.in_place)
-            # No ring is a valid choice; a ring that is too small is a mistake.
-            if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
-                _check_ring(config, pair, len(mine))
-        elif why is Why.UNDECIDED:
-            why = Why.DEFAULT
-        peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
-        # The source's epoch is filled in when it has attached.
-        pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank, config.memory)
-        named = known[source]
-        pairs.append(
-            TargetPair(pair_key, peer, pair, way, why, left_open, address=named.address, named_engine=named.engine)
-        )
+            named = known[source]
+            pairs.append(
+                TargetPair(pair_key, peer, pair, way, why, left_open, address=named.address, named_engine=named.engine)
+            )
     return pairs
+
+
+def _first_way(
+    config: SessionConfig, wanted: CachePages, planned: Plan, pair: Pair | None, writers: int
+) -> tuple[Way, Why, Open | None]:
+    """Return the way of a pair as far as its target knows it, and the choice that is left. Raises RoomError, RingError."""
+    way, why, left_open = Way.STAGED, Why.DEFAULT, None
+    if pair is not None:
+        way, why = given_way(pair.way, config.force_way, config.staging)
+    if pair is not None and wanted.first_token < wanted.end_token:
+        check_prefix(wanted.first_token, pair)
+        if why is Why.UNDECIDED:
+            tokens = (wanted.first_token, wanted.end_token)
+            left_open = planned.open_pair(
+                pair, tokens, lane_bytes=_ANY_LANE, ring_bytes=config.ring_bytes, writer_count=writers
+            )
+        else:
+            check_place(way, f"decode {config.instance}", in_place=config.in_place)
+        # No ring is a valid choice; a ring that is too small is a mistake.
+        if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
+            _check_ring(config, pair, writers)
+    elif why is Why.UNDECIDED:
+        why = Why.DEFAULT
+    return way, why, left_open
 
 
 def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:

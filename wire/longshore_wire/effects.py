@@ -73,6 +73,10 @@ class PeerId(NamedTuple):
         return f"{self.instance}/{self.dp_rank}/{self.rank}{'/host' if self.memory is TargetMemory.HOST else ''}"
 
 
+# Names one pair of ranks of a room, by the peer and the cache.
+PairName = tuple[PeerId, int]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
     """A core's settings: its own worker and the limits. Times in ns, sizes in bytes."""

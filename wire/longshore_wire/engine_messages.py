@@ -19,8 +19,8 @@ from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.names import Labelled, is_instance_name
 
-# While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
-ENGINE_PROTOCOL_VERSION = 1
+# While CHANGELOG.md has no release, messages of this version may still change. A test records their fields.
+ENGINE_PROTOCOL_VERSION = 2
 # Pages in one message: 8192 * 4 bytes stays well below the 64 KiB of a datagram.
 PAGES_PER_MESSAGE_MAX = 8192
 # Tokens of a sequence, far above any real one. Offers have the same limit as claims.
@@ -130,6 +130,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
     memory: TargetMemory = TargetMemory.DEVICE
     host: str = ""
 
+    @property
+    def shown_host(self) -> str:
+        """The host's name; empty if the engine gives none, or none that may be shown."""
+        return self.host if is_instance_name(self.host) else ""
+
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
     """Agent to engine: the connection is assigned to its worker. `epoch` differs after a restart."""
@@ -165,10 +170,10 @@ class DeviceRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegisterPool(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """Engine to agent: map these pages. File descriptors of regions are attached, in order; GPU regions are inline."""
+    """Engine to agent: map these pages of one cache. File descriptors of regions are attached, in order; GPU regions are inline."""
 
     request: int
-    pool: int
+    cache: int  # its index in the layout
     geometry: PoolGeometry
     device_regions: tuple[DeviceRegion, ...] = ()
 
@@ -177,41 +182,48 @@ class UnregisterPool(msgspec.Struct, frozen=True, array_like=True, tag=69):
     """Engine to agent: unmap these pages. Their rooms fail. Accepted once no access to the pages is left."""
 
     request: int
-    pool: int
+    cache: int
+
+
+class CachePages(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of one cache that hold tokens [first, end) of the sequence.
+
+    `pages[0]` is page number first_token // page_size of the sequence. A long list is split over several messages that
+    differ in `page_offset` and `pages`; a list of an Offer never is.
+    """
+
+    cache: int  # its index in the layout
+    first_token: int
+    end_token: int
+    page_count: int  # of the whole list
+    pages: bytes
+    page_offset: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=70):
-    """Prefill engine to agent: tokens [first, end) of the sequence are in these pages, computed and visible.
+    """Prefill engine to agent: these tokens of the sequence are in these pages, computed and visible.
 
-    `pages[0]` is page number first_token // page_size of the sequence. `last`: end_token is the total.
+    Each cache at most once. `last`: every cache is offered up to the total now.
     """
 
     request: int
     room: int
-    pool: int
-    first_token: int
-    end_token: int
+    caches: tuple[CachePages, ...]
     last: bool
-    pages: bytes
     binding: Binding = UNBOUND
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
-    """Decode engine to agent: write tokens [first, end) of a room into these pages; `end_token` is the total.
+    """Decode engine to agent: write these tokens of a room into these pages; `end_token` is the total.
 
-    A long list of pages is split over several messages that differ only in `page_offset` and `pages`. The last
-    one completes the request and is answered.
+    Lists of pages that are too long for one message are split over several. The one that completes the list of every
+    cache of the layout completes the request and is answered.
     """
 
     request: int
     room: int
-    pool: int
     endpoint: Endpoint
-    first_token: int
-    end_token: int
-    page_offset: int
-    page_count: int
-    pages: bytes
+    caches: tuple[CachePages, ...]
     digest: bool = False
     binding: Binding = UNBOUND
 
@@ -223,7 +235,6 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=72):
     half: Half
     instance: str  # of the prefill engine
     room: int
-    pool: int
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag=73):
@@ -236,7 +247,6 @@ class RoomEvent(msgspec.Struct, frozen=True, array_like=True, tag=74):
     half: Half
     instance: str
     room: int
-    pool: int
     kind: RoomEventKind
     reason: Reason = Reason.NONE
     text: str = ""
@@ -269,7 +279,6 @@ class EngineSteps(msgspec.Struct, frozen=True, array_like=True, tag=76):
     half: Half
     instance: str  # of the prefill engine
     room: int
-    pool: int
     steps: Annotated[tuple[EngineStep, ...], msgspec.Meta(max_length=ENGINE_STEPS_MAX)]
 
 
@@ -278,7 +287,6 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=77):
 
     request: int
     room: int
-    pool: int
     endpoint: Endpoint
     binding: Binding = UNBOUND
 

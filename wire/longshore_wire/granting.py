@@ -40,7 +40,9 @@ class Granter:
         self._absent_ns = 0
         self._blocked = False
         self._slab_bytes_max = 0
+        self._blocked_since_ns: int | None = None
         self.credit_waits = 0
+        self.credit_wait_ns = 0
         self.granted_bytes = 0
 
     @property
@@ -96,6 +98,12 @@ class Granter:
             queue.rotate(-1)
             self._turns.rotate(-1)
             yield room.key, pair, self.grant(pair, slab)
+
+    def note_wait(self, now_ns: int) -> None:
+        """Count the time in which a ready slab has waited for ring memory. Called after `grants`."""
+        if self._blocked_since_ns is not None:
+            self.credit_wait_ns += now_ns - self._blocked_since_ns
+        self._blocked_since_ns = now_ns if self._blocked else None
 
     def _leave_queue(self) -> None:
         """Remove the current pair from the queue until `want` adds it again."""

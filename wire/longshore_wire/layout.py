@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import lru_cache
 
 import msgspec
 
 from longshore_wire.errors import LayoutError
-from longshore_wire.names import Labelled
+from longshore_wire.names import Labelled, is_instance_name
 
 # Limits on a peer's declarations. The largest known models stay below a tenth of each.
 LAYERS_MAX = 4096
@@ -28,6 +29,10 @@ RANKS_MAX = 2048
 PAGE_COUNT_MAX = 2**31 - 1
 ELEMENT_BYTES = (1, 2, 4)
 BLOB_BYTES_MAX = 1 << 32
+# A worker meets few layouts of several caches.
+_LAYOUTS_KEPT_MAX = 256
+# Caches of one rank: kinds of memory of a model, of which the known ones have up to five.
+CACHES_MAX = 16
 
 
 class PageOrder(IntEnum):
@@ -87,7 +92,10 @@ class Parallel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's share of the cache: which layers and heads it holds, and how a page is ordered.
+    """One rank's share of its caches: which layers and heads it holds, and how a page is ordered.
+
+    A rank with several caches, such as latents and index keys, has the first in the fields of this layout and the rest in
+    `others`, each with its own model, pages and split. All have the place of the first. `caches` returns them alike.
 
     If the pipeline stages do not split the layers evenly, `stage_layers` declares the split, equal on every rank, so
     that one rank's layout determines all others. `layer_range` declares the layers of one rank only.
@@ -103,6 +111,13 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     layer_range: tuple[int, int] | None = None  # (first, end); None: `stage_layers` applies
     stage_layers: tuple[int, ...] | None = None  # layers of each stage, in order; None: an even split
     blob_bytes: int = 0  # OPAQUE: size of a blob; 0: that of its K and V alone, see `opaque_bytes`
+    name: str = "kv"  # of the cache, in texts
+    others: tuple[KVLayout, ...] = ()  # of the rank's other caches
+
+    @property
+    def caches(self) -> tuple[KVLayout, ...]:
+        """The layout of each cache of this rank, without others."""
+        return _caches(self) if self.others else (self,)
 
     @property
     def layers(self) -> range:
@@ -172,6 +187,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.rank_unit_bytes // self.unit_tokens)
 
     @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of one unit of the cache with the largest, in all layers and heads of this rank."""
+        return max(cache.rank_unit_bytes for cache in self.caches)
+
+    @property
     def rank_unit_bytes(self) -> int:
         """Bytes of one unit in all layers and heads of this rank."""
         return len(self.layers) * len(self.heads) * self.unit_bytes
@@ -206,6 +226,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise LayoutError if this layout is invalid."""
+        if self.others:
+            _check_caches(self)
+            return
+        if not is_instance_name(self.name):
+            raise LayoutError(f"name is {self.name[:120]!r}: give a cache a name as an instance has one")
         _check_model(self.model)
         _check_parallel(self.parallel, self.model)
         _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
@@ -214,6 +239,31 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
             _between("blob_bytes", self.blob_bytes, 0, BLOB_BYTES_MAX)
         elif self.blob_bytes:
             raise LayoutError(f"blob_bytes is {self.blob_bytes} and order is {self.order.name}: only OPAQUE has blobs")
+
+
+def _split(layout: KVLayout) -> tuple[KVLayout, ...]:
+    others = (msgspec.structs.replace(other, parallel=layout.parallel) for other in layout.others)
+    return msgspec.structs.replace(layout, others=()), *others
+
+
+_caches = lru_cache(_LAYOUTS_KEPT_MAX)(_split)
+
+
+def _check_caches(layout: KVLayout) -> None:
+    if len(layout.others) >= CACHES_MAX:
+        raise LayoutError(f"others has {len(layout.others)} caches: give at most {CACHES_MAX - 1}")
+    nested = next((other for other in layout.others if other.others), None)
+    if nested is not None:
+        raise LayoutError(f"cache {nested.name[:120]!r} has others: only the layout of a rank has them")
+    names = [layout.name, *(other.name for other in layout.others)]
+    if len(set(names)) < len(names):
+        raise LayoutError(f"caches have the names {', '.join(names)[:120]}: give each its own")
+    # `_caches` would keep a layout that may be refused.
+    for cache in _split(layout):
+        try:
+            cache.check()
+        except LayoutError as error:
+            raise LayoutError(f"cache {cache.name[:120]!r}: {error}") from error
 
 
 def _check_model(model: ModelShape) -> None:

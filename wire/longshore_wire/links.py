@@ -36,6 +36,7 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LayoutError, Reason
+from longshore_wire.layout import KVLayout
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import (
     PROTOCOL_VERSION,
@@ -110,7 +111,7 @@ class Link:
     wire_due_ns: int = 0  # a target waits for the wire until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     trouble: str = ""  # why it was last refused or lost; else empty
-    # Pools of `attach` whose geometry fits its layout. Pools of another Attach are different objects.
+    # By cache, pools of `attach` whose geometry fits its layout. Pools of another Attach are different objects.
     sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
     ways: set[Way] = field(default_factory=set)  # of all pairs claimed so far
     bytes_moved: int = 0  # of finished slabs of all pairs
@@ -118,7 +119,7 @@ class Link:
     # The following fields are used at a target, for its sources.
     attempt: int = 0  # number of our newest Attach to it
     answered: int = 0  # number of the newest Attach that it has answered
-    outcomes: dict[RoomKey, Outcome] = field(default_factory=dict)
+    outcomes: dict[tuple[RoomKey, int], Outcome] = field(default_factory=dict)
     queued_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
     outcomes_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms
     writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
@@ -310,8 +311,7 @@ class Links:
             return Reason.UNSUPPORTED, f"peer uses backend {attach.backend}, this side {config.backend}"
         try:
             attach.layout.check()
-            if attach.layout.model != config.layout.model:
-                raise LayoutError(f"model is {attach.layout.model} at the peer and {config.layout.model} here")
+            _check_caches(attach.layout, config.layout)
             for name, region in (("ring", attach.ring), ("probe", attach.probe)):
                 _check_region(name, region)
         except LayoutError as error:
@@ -455,16 +455,16 @@ class Links:
         if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
             return ""
         link = self.peers[pair.peer]
-        if not link.has_wire and self.awaits_wire(pair.pair.key, link, now_ns):
+        if not link.has_wire and self.awaits_wire(pair, link, now_ns):
             return None
         return self._wire_fault(link)
 
-    def awaits_wire(self, room: RoomKey, link: Link, now_ns: int) -> bool:
+    def awaits_wire(self, pair: SourcePair | TargetPair, link: Link, now_ns: int) -> bool:
         """Whether the unknown wire to a peer may still be found. At a target, the room looks again when its time is over."""
         if self.role is Half.TARGET:
             if now_ns >= link.wire_due_ns:
                 return False
-            self._deadlines.repeats.set((room, link.peer), link.wire_due_ns)
+            self._deadlines.repeats.set((pair.pair.key, pair.name), link.wire_due_ns)
             return True
         if link.attach is not None and link.attach.probe is not None:
             return True
@@ -474,6 +474,17 @@ class Links:
     def _wire_fault(self, link: Link) -> str:
         ends = (link.peer, self.identity) if self.role is Half.TARGET else (self.identity, link.peer)
         return AllowedWires(self.config.wires).fault(link.found_wire, *ends, link.wire_failure)
+
+
+def _check_caches(theirs: KVLayout, ours: KVLayout) -> None:
+    """Raise LayoutError unless a peer has the same caches of the same model."""
+    one, other = (", ".join(cache.name for cache in layout.caches) for layout in (theirs, ours))
+    if one != other:
+        raise LayoutError(f"caches are {one} at the peer and {other} here")
+    for far, near in zip(theirs.caches, ours.caches, strict=True):
+        if far.model != near.model:
+            which = f" of cache {near.name!r}" if ours.others else ""
+            raise LayoutError(f"model{which} is {far.model} at the peer and {near.model} here")
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

@@ -56,7 +56,8 @@ TEST_RING_BYTES_MAX, TEST_GPU_RING_BYTES_MAX = 64 << 20, 512 << 20
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 # The name of an engine's instance. It is used in metrics, routes and transport names.
-_INSTANCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_INSTANCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_INSTANCE_NAME_CHARACTERS_MAX = 100
 # Suffix of an agent's name in endpoints of engines on GPUs.
 ON_GPU = ".gpu"
 # The name, in statuses and metrics, of a wire that no probe has found.
@@ -82,9 +83,14 @@ def room_name(room: int) -> str:
     return f"r{hashlib.sha256(b'longshore room' + room.to_bytes(8, 'little')).hexdigest()[:16]}"
 
 
-@functools.lru_cache(1024)
 def is_instance_name(text: str) -> bool:
     """Whether an engine's instance may have this name."""
+    # A longer text is not kept: a peer's message may be full of it.
+    return len(text) <= _INSTANCE_NAME_CHARACTERS_MAX and _matches_name(text)
+
+
+@functools.lru_cache(1024)
+def _matches_name(text: str) -> bool:
     return re.fullmatch(_INSTANCE_NAME, text) is not None
 
 

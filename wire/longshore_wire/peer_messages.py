@@ -19,26 +19,25 @@ from longshore_wire.names import room_name
 from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
 from longshore_wire.ways import Way, Why
 
-# While CHANGELOG.md has no release, messages of version 1 may still change. A test records their fields.
-PROTOCOL_VERSION = 1
+# While CHANGELOG.md has no release, messages of this version may still change. A test records their fields.
+PROTOCOL_VERSION = 2
 # Length of a reason's text. It is passed to engines and siblings and kept with ended rooms, whose sizes are limited.
 TEXT_CHARACTERS_MAX = 2000
 
 
 class RoomKey(msgspec.Struct, frozen=True, array_like=True):
-    """One request's transfer of one pool. `instance` is the prefill instance, within which `room` is unique."""
+    """One request's transfer. `instance` is the prefill instance, within which `room` is unique."""
 
     instance: str
     room: int  # unsigned, 64 bits
-    pool: int
 
     def __repr__(self) -> str:
         """Name the room, since messages may be logged."""
-        return f"RoomKey({self.instance!r}, {room_name(self.room)}, {self.pool})"
+        return f"RoomKey({self.instance!r}, {room_name(self.room)})"
 
 
 class PairKey(msgspec.Struct, frozen=True, array_like=True):
-    """One room between one pair of ranks, in one life of each worker. Every message on a room begins with it."""
+    """One cache of a room between one pair of ranks, in one life of each worker. Every message on a room begins with it."""
 
     key: RoomKey
     source_rank: int
@@ -48,6 +47,7 @@ class PairKey(msgspec.Struct, frozen=True, array_like=True):
     target_instance: str
     dp_rank: int = 0  # of the target
     memory: TargetMemory = TargetMemory.DEVICE  # of the target's pages
+    cache: int = 0  # its index in both layouts
 
 
 # The key length that a target uses, and the limit for peers.
@@ -70,9 +70,9 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One pool of the sender, for peers that write its pages in place (`contiguous`, `slices`, `direct`)."""
+    """The pool of one of the sender's caches, for peers that write its pages in place (`contiguous`, `slices`, `direct`)."""
 
-    pool: int
+    cache: int
     geometry: PoolGeometry
     # One for each region; empty: pages are not registered, so only staged writes are possible.
     region_addresses: tuple[int, ...]
@@ -104,9 +104,9 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     attempt: int = 0
     memory: TargetMemory = TargetMemory.DEVICE  # of the sender's pages
 
-    def pool(self, number: int) -> PoolInfo | None:
-        """Return the sender's pool of this number, or None."""
-        return next((pool for pool in self.pools if pool.pool == number), None)
+    def pool(self, cache: int) -> PoolInfo | None:
+        """Return the pool of a cache of the sender, or None."""
+        return next((pool for pool in self.pools if pool.cache == cache), None)
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -17,7 +17,7 @@ from math import lcm
 import msgspec
 
 from longshore_wire.errors import LayoutError
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder
 from longshore_wire.slabs import slab_limit_bytes
 from longshore_wire.ways import Open, Staging, Way, planned_way
 
@@ -114,15 +114,18 @@ class Plan(msgspec.Struct, frozen=True):
         pairs = (msgspec.structs.replace(pair, way=way) for pair, way in zip(self.pairs, ways, strict=True))
         return msgspec.structs.replace(self, pairs=tuple(pairs))
 
-    def open_pair(self, pair: Pair, tokens: tuple[int, int], *, lane_bytes: int, ring_bytes: int) -> Open:
+    def open_pair(
+        self, pair: Pair, tokens: tuple[int, int], *, lane_bytes: int, ring_bytes: int, writer_count: int = 0
+    ) -> Open:
         """Return the input of a choice of the way for tokens [first, end), not empty, of a pair of this plan.
 
         Runs are counted as if the tokens began at a page. A prefix that ends within a page adds one or two.
 
         Args:
             lane_bytes, ring_bytes: the source's longest slab and the target's ring, which all writers share.
+            writer_count: of the target, over all caches; 0: those of this plan.
         """
-        writer_count = len(self.of_target(pair.target_rank))
+        writer_count = writer_count or len(self.of_target(pair.target_rank))
         return Open(
             planned=pair.way,
             in_place=self.in_place,
@@ -219,6 +222,43 @@ def plan(
     return _plan(sources, targets, staging, direct, _first_replica(sources, targets, room))
 
 
+def plans(
+    source: KVLayout, target: KVLayout, *, staging: Staging = Staging.AUTO, direct: bool = False, room: int = 0
+) -> tuple[Plan, ...]:
+    """Return the plan of each cache. A source rank is idle only if it has no pair in any cache, in the first plan.
+
+    Raises:
+        LayoutError: as `plan`; or the sides have other caches. Names the cache.
+    """
+    if not source.others and not target.others and source.name == target.name:
+        return (plan(source, target, staging=staging, direct=direct, room=room),)
+    for side, layout in (("source", source), ("target", target)):
+        try:
+            _check_layout(layout)
+        except LayoutError as error:
+            raise LayoutError(f"{side}: {error}") from error
+    one, other = (", ".join(cache.name for cache in side.caches) for side in (source, target))
+    _check_equal("caches", one, other, "a room moves all caches of a request")
+    found = []
+    for near, far in zip(source.caches, target.caches, strict=True):
+        try:
+            found.append(plan(near, far, staging=staging, direct=direct, room=room))
+        except LayoutError as error:
+            raise LayoutError(f"cache {near.name!r}: {error}") from error
+    writers = {pair.source_rank for each in found for pair in each.pairs}
+    idle = tuple(entry for entry in found[0].idle_sources if entry[0] not in writers)
+    return (
+        msgspec.structs.replace(found[0], idle_sources=idle),
+        *(msgspec.structs.replace(each, idle_sources=()) for each in found[1:]),
+    )
+
+
+@lru_cache(maxsize=_PLANS_KEPT_MAX)
+def _check_layout(layout: KVLayout) -> None:
+    """Raise LayoutError if a layout is invalid. Valid ones are kept."""
+    layout.check()
+
+
 def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], room: int) -> int:
     """Return the replica for the first reader of a room. The layouts are not checked yet and may be empty."""
     if not sources or not targets:
@@ -238,9 +278,9 @@ def _plan(
 ) -> Plan:
     source = all_ranks("source", sources)
     target = all_ranks("target", targets)
-    _check_exchange(source, target, staging)
+    _check_exchange(source, target)
     in_place = Way.CONTIGUOUS if _whole(source[0], target[0]) else Way.SLICES
-    way = planned_way(in_place, source[0].model.attention, staging, direct=direct)
+    way = planned_way(in_place, staging, direct=direct)
     pairs = _pairs(source, target, way, first_replica)
     writers = {pair.source_rank for pair in pairs}
     readers = {pair.target_rank for pair in pairs}
@@ -319,7 +359,7 @@ def _check_layers(ranks: tuple[KVLayout, ...]) -> None:
             )
 
 
-def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], staging: Staging) -> None:
+def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...]) -> None:
     """Raise LayoutError if two valid sides cannot exchange pages."""
     one, other = source[0], target[0]
     for name in ModelShape.__struct_fields__:
@@ -333,11 +373,6 @@ def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], 
         _ends(range(min(r.layers.start for r in side), max(r.layers.stop for r in side))) for side in (source, target)
     ]
     _check_equal("layers", held[0], held[1], "both sides must hold the same layers")
-    if one.model.attention is Attention.LATENT and staging is Staging.ALWAYS:
-        raise LayoutError(
-            "model.attention is LATENT (MLA) and transfer.staging is Always: a latent has no heads to split, so there "
-            "is nothing to stage; set transfer.staging to Auto or Never"
-        )
 
 
 def _check_equal(field: str, source: object, target: object, why: str) -> None:

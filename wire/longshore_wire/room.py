@@ -6,13 +6,13 @@ Used by the cores only. Makes no decisions on peers or rings.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from longshore_wire.bindings import UNBOUND, Binding
-from longshore_wire.effects import SECOND_NS, PairEnd, PeerId, Replica, RoomEnded, SessionConfig
-from longshore_wire.engine_messages import Half
+from longshore_wire.effects import SECOND_NS, PairEnd, PairName, PeerId, Replica, RoomEnded, SessionConfig
+from longshore_wire.engine_messages import CachePages, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
@@ -75,6 +75,10 @@ class SourcePair:
     acked_count: int = 0
     attempts: int = 0
     state: SourcePairState = SourcePairState.OPEN
+    name: PairName = field(init=False)  # in its room
+
+    def __post_init__(self) -> None:
+        self.name = (self.peer, self.pair.cache)
 
     def step(self, event: SourcePairEvent) -> None:
         """Change the pair's state."""
@@ -126,20 +130,62 @@ class SourceRoom(Room):
     """A room at its prefill rank: the engine's offers and the decode ranks' claims."""
 
     state: SourceRoomState = SourceRoomState.CLAIMED
-    first_token: int = -1  # of the offers; -1: none yet
-    end_token: int = -1
+    # By cache, the tokens that are offered.
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    end_tokens: dict[int, int] = field(default_factory=dict)
     total_tokens: int = -1  # -1: unknown before `last`
-    pairs: dict[PeerId, SourcePair] = field(default_factory=dict)
-    expected: frozenset[int] | None = None  # target ranks that must claim; None before the first claim
+    pairs: dict[PairName, SourcePair] = field(default_factory=dict)
+    # Target ranks that must claim, each with the cache; None before the first claim.
+    expected: frozenset[tuple[int, int]] | None = None
     claimer: Replica | None = None
 
     def step(self, event: SourceRoomEvent) -> None:
         """Change the room's state."""
         self.state = step(SOURCE_ROOM, self.state, event)
 
-    def add_offer(self, first_token: int, end_token: int, *, last: bool) -> None:
-        """Extend the offered tokens. Raises RoomError without a change if they do not follow."""
-        name = f"room {room_name(self.key.room)}"
+    @property
+    def is_offered(self) -> bool:
+        """Whether the engine has offered anything."""
+        return bool(self.first_tokens)
+
+    def add_offers(self, ranges: Sequence[tuple[int, int, int]], names: Sequence[str], *, last: bool) -> None:
+        """Extend the offered tokens. Raises RoomError without a change if they do not follow.
+
+        Args:
+            ranges: (cache, first token, end token), each cache at most once.
+            names: of all caches of the layout.
+            last: every cache is offered up to the total now.
+        """
+        for cache, first_token, end_token in ranges:
+            follows = self.end_tokens.get(cache, first_token) == first_token
+            if self.total_tokens >= 0 or not follows or not 0 <= first_token <= end_token:
+                self._refuse_offer(cache, first_token, end_token, names)
+        if last:
+            self._check_last(ranges, names)
+        for cache, first_token, end_token in ranges:
+            self.first_tokens.setdefault(cache, first_token)
+            self.end_tokens[cache] = end_token
+        self.step(SourceRoomEvent.OFFER)
+        if last:
+            self.total_tokens = self.end_tokens[0]
+
+    def _check_last(self, ranges: Sequence[tuple[int, int, int]], names: Sequence[str]) -> None:
+        """Raise RoomError unless every cache ends at one token."""
+        if len(names) == 1 == len(ranges):
+            return
+        ends = self.end_tokens | {cache: end_token for cache, _, end_token in ranges}
+        total = max(ends.values(), default=-1)
+        for cache, name in enumerate(names):
+            if total < 0 or ends.get(cache, -1) != total:
+                raise RoomError(
+                    f"room {room_name(self.key.room)}: `last` comes with cache {name!r} offered up to "
+                    f"{ends.get(cache, 0)} of {total} tokens: offer every cache up to the same token",
+                    reason=Reason.TOKENS_MISSING,
+                )
+
+    def _refuse_offer(self, cache: int, first_token: int, end_token: int, names: Sequence[str]) -> NoReturn:
+        """Raise RoomError for tokens that do not follow those of the cache."""
+        name = f"room {room_name(self.key.room)}" + (f": cache {names[cache]!r}" if len(names) > 1 else "")
         if self.total_tokens >= 0:
             raise RoomError(
                 f"{name}: tokens [{first_token}, {end_token}) come after `last` at {self.total_tokens}",
@@ -150,19 +196,12 @@ class SourceRoom(Room):
                 f"{name}: tokens [{first_token}, {end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        if self.end_token >= 0 and first_token != self.end_token:
-            reason = Reason.TOKENS_OVERLAP if first_token < self.end_token else Reason.TOKENS_MISSING
-            raise RoomError(
-                f"{name}: tokens [{first_token}, {end_token}) do not follow those up to {self.end_token}: "
-                f"offer chunks in order, the next begins at {self.end_token}",
-                reason=reason,
-            )
-        if self.first_token < 0:
-            self.first_token = first_token
-        self.end_token = end_token
-        self.step(SourceRoomEvent.OFFER)
-        if last:
-            self.total_tokens = end_token
+        before = self.end_tokens[cache]
+        raise RoomError(
+            f"{name}: tokens [{first_token}, {end_token}) do not follow those up to {before}: "
+            f"offer chunks in order, the next begins at {before}",
+            reason=Reason.TOKENS_OVERLAP if first_token < before else Reason.TOKENS_MISSING,
+        )
 
     def ended(self) -> RoomEnded:
         """Return the effect of its end."""
@@ -183,12 +222,12 @@ class SourceRoom(Room):
             return "the prefill engine has not offered it"
         if self.expected is None:
             return "no decode rank has claimed it"
-        unclaimed = sorted(self.expected - {peer.rank for peer in self.pairs})
+        unclaimed = sorted({rank for rank, _ in self.expected - {(peer.rank, cache) for peer, cache in self.pairs}})
         if unclaimed:
             return f"decode ranks {unclaimed} have not claimed it"
         if self.total_tokens < 0:
-            return f"the prefill engine has offered its tokens up to {self.end_token} and not said which are the last"
-        waiting = sorted(peer.rank for peer, pair in self.pairs.items() if not pair.done)
+            return f"the prefill engine has offered its tokens up to {min(self.end_tokens.values())} and not said which are the last"
+        waiting = sorted({pair.peer.rank for pair in self.pairs.values() if not pair.done})
         return f"decode ranks {waiting} have not acknowledged all slabs"
 
     @property
@@ -198,11 +237,14 @@ class SourceRoom(Room):
 
     @property
     def done(self) -> bool:
-        """Whether `last` is set and every expected rank has all tokens of its claim."""
+        """Whether `last` is set and every expected rank has all tokens of its claims."""
         if self.total_tokens < 0 or self.expected is None:
             return False
-        ranks = {peer.rank for peer, pair in self.pairs.items() if pair.acked_count == len(pair.states)}
-        return self.expected <= ranks
+        done_count = 0
+        for (peer, cache), pair in self.pairs.items():
+            if pair.acked_count == len(pair.states) and (peer.rank, cache) in self.expected:
+                done_count += 1
+        return done_count == len(self.expected)
 
 
 @dataclass(slots=True)
@@ -232,6 +274,10 @@ class TargetPair:
     named_engine: int = 0  # the life of the source's engine, as the engine gave it; 0: not known
     engine: int = 0  # the life of the source's engine; 0: not claimed yet
     serial: int = 0  # of the claim; below 0: of the ask; 0: neither was sent
+    name: PairName = field(init=False)  # in its room
+
+    def __post_init__(self) -> None:
+        self.name = (self.peer, self.pair.cache)
 
     def step(self, event: TargetPairEvent) -> None:
         """Change the pair's state."""
@@ -289,12 +335,9 @@ class TargetPair:
 class TargetRoom(Room):
     """A room at its decode rank."""
 
-    first_token: int
-    end_token: int
-    page_count: int
-    pages: bytes
+    caches: tuple[CachePages, ...]  # by cache, what is wanted
     digest: bool = False
-    pairs: dict[PeerId, TargetPair] = field(default_factory=dict)
+    pairs: dict[PairName, TargetPair] = field(default_factory=dict)
     ring_bytes: int = 0  # granted and not freed
     is_asked: bool = False  # the engine has no pages for it yet, and waits until prefill has offered it
     is_offered: bool = False  # of an asked room
@@ -324,18 +367,23 @@ class TargetRoom(Room):
                 "the decode engine has not claimed it" if self.is_offered else "the prefill engine has not offered it"
             )
         waiting = [pair for pair in self.pairs.values() if pair.state is not TargetPairState.COMPLETE]
-        unanswered = sorted(pair.peer.rank for pair in waiting if pair.grid is None)
+        unanswered = sorted({pair.peer.rank for pair in waiting if pair.grid is None})
         if unanswered:
             return f"prefill ranks {unanswered} have not answered its claim"
-        return f"prefill ranks {sorted(pair.peer.rank for pair in waiting)} have not sent all its slabs"
+        return f"prefill ranks {sorted({pair.peer.rank for pair in waiting})} have not sent all its slabs"
 
     @property
     def done(self) -> bool:
         """Whether every pair with something to send is complete."""
-        wants_nothing = self.first_token == self.end_token
-        return wants_nothing or all(
-            pair.route is None or pair.state is TargetPairState.COMPLETE for pair in self.pairs.values()
+        return all(
+            pair.route is None or pair.state is TargetPairState.COMPLETE or not self.wants(pair)
+            for pair in self.pairs.values()
         )
+
+    def wants(self, pair: TargetPair) -> bool:
+        """Whether tokens of a pair's cache are wanted."""
+        wanted = self.caches[pair.pair.cache]
+        return wanted.first_token < wanted.end_token
 
     @property
     def answered(self) -> bool:
@@ -354,7 +402,7 @@ class TargetRoom(Room):
 class Life(NamedTuple):
     """One life of a source worker with which a room was opened."""
 
-    peer: PeerId
+    name: PairName
     epoch: int  # 0: none of its lives knows the room
     engine: int  # the life of its engine; 0: not known
 
@@ -383,12 +431,12 @@ class Ended:
 N = TypeVar("N")
 
 
-class Notes(OrderedDict[RoomKey, dict[PeerId, tuple[N, int]]], Generic[N]):
-    """What peers have said of rooms that are not open here, and until when each note is kept; the oldest first."""
+class Notes(OrderedDict[RoomKey, dict[PairName, tuple[N, int]]], Generic[N]):
+    """What peers have said of rooms that our engine has not offered here, and until when each note is kept; oldest first."""
 
-    def put(self, key: RoomKey, peer: PeerId, note: N, until_ns: int, rooms_max: int) -> None:
-        """Record a peer's note on a room, in place of its last one. Drop the oldest ones above `rooms_max`."""
-        self.setdefault(key, {})[peer] = note, until_ns
+    def put(self, key: RoomKey, name: PairName, note: N, until_ns: int, rooms_max: int) -> None:
+        """Record a peer's note on a cache of a room, in place of its last one. Drop the oldest ones above `rooms_max`."""
+        self.setdefault(key, {})[name] = note, until_ns
         self.move_to_end(key)
         while len(self) > rooms_max:
             self.popitem(last=False)
@@ -397,10 +445,12 @@ class Notes(OrderedDict[RoomKey, dict[PeerId, tuple[N, int]]], Generic[N]):
         """Return when the oldest notes end."""
         return max(until_ns for _, until_ns in next(iter(self.values())).values())
 
-    def forget(self, now_ns: int) -> None:
-        """Drop the notes whose time is over."""
+    def forget(self, now_ns: int, open_rooms: Container[RoomKey], until_ns: int) -> None:
+        """Drop the notes whose time is over. Those on a room that is open here are kept until `until_ns`."""
         while self and self.due_ns() <= now_ns:
-            self.popitem(last=False)
+            key, notes = self.popitem(last=False)
+            if key in open_rooms:
+                self[key] = {name: (note, until_ns) for name, (note, _) in notes.items()}
 
 
 R = TypeVar("R", SourceRoom, TargetRoom)
@@ -442,10 +492,10 @@ class RoomTable(Generic[R]):
         room.bytes_moved += payload_bytes
         self.progress(room, now_ns)
 
-    def repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
+    def repeat_later(self, room: RoomKey, name: PairName, attempts: int, now_ns: int) -> None:
         """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
         self._deadlines.repeats.set(
-            (room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX)
+            (room, name), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX)
         )
 
     def remember(

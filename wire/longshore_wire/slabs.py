@@ -181,10 +181,10 @@ class SealedTrailer(NamedTuple):
 
 
 class Trailer(msgspec.Struct, frozen=True):
-    """The identity of a slab: its room, its place there, the lives of both workers, and its grant's generation."""
+    """The identity of a slab: its room and cache, its place there, the lives of both workers, and its grant's generation."""
 
     room: int
-    pool: int
+    cache: int
     slab: int
     source_rank: int
     target_rank: int
@@ -210,7 +210,7 @@ class Trailer(msgspec.Struct, frozen=True):
                 self.slab,
                 self.source_rank,
                 self.target_rank,
-                self.pool,
+                self.cache,
                 self.source_epoch,
                 self.target_epoch,
                 self.generation,
@@ -228,8 +228,10 @@ def unseal(data: bytes, key: bytes) -> Trailer | None:
     fields, mac = data[: _FIELDS.size], data[_FIELDS.size :]
     if len(data) != TRAILER_BYTES or not hmac.compare_digest(mac, _mac(fields, key)):
         return None
-    room, slab, source_rank, target_rank, pool, source_epoch, target_epoch, generation, payload = _FIELDS.unpack(fields)
-    return Trailer(room, pool, slab, source_rank, target_rank, source_epoch, target_epoch, generation, payload)
+    room, slab, source_rank, target_rank, cache, source_epoch, target_epoch, generation, payload = _FIELDS.unpack(
+        fields
+    )
+    return Trailer(room, cache, slab, source_rank, target_rank, source_epoch, target_epoch, generation, payload)
 
 
 def _mac(fields: bytes, key: bytes) -> bytes:

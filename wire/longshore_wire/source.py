@@ -7,11 +7,12 @@ The worker calls it with engine requests (`offer`, `cancel`, `renew`), messages 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
-from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
+from longshore_wire.effects import PairName, PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.links import Link, Links, PeerState
@@ -35,7 +36,7 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
-from longshore_wire.plan import plan
+from longshore_wire.plan import plans
 from longshore_wire.room import Ended, Notes, RoomTable, SourcePair, SourceRoom
 from longshore_wire.slabs import SlabGrid, slab_bytes
 from longshore_wire.states import (
@@ -62,7 +63,7 @@ class Completed(NamedTuple):
     """
 
     pair: PairKey
-    expected: frozenset[int]  # target ranks that must claim from this source
+    expected: frozenset[tuple[int, int]]  # target ranks that must claim from this source, each with the cache
     capability: bytes | None = None  # of the claim; None: it was shown to an earlier life
 
 
@@ -84,9 +85,10 @@ class SourceSession:
         # They are no open rooms: a request that decode refuses must not use a place of another one.
         self._completed: Notes[Completed] = Notes()
         self._asks: Notes[Ask] = Notes()
-        self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
+        self._parts: PageParts[tuple[RoomKey, PairName]] = PageParts()
         # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
+        self._names = tuple(cache.name for cache in config.layout.caches)
 
     @property
     def unfinished(self) -> bool:
@@ -98,20 +100,21 @@ class SourceSession:
     def offer(
         self,
         room: int,
-        pool: int,
-        first_token: int,
-        end_token: int,
+        ranges: Sequence[tuple[int, int, int]],
         *,
         last: bool,
         now_ns: int,
         binding: Binding = UNBOUND,
     ) -> RoomKey:
-        """Add an offer of tokens [first, end) to a room; return the room's key.
+        """Add an offer to a room; return the room's key.
 
+        Args:
+            ranges: (cache, first token, end token), each cache at most once.
+            last: every cache is offered up to the total now.
         Raises:
             RoomError: the offer breaks the room's rules, the room has ended, or there are too many (BUSY).
         """
-        key = RoomKey(self.config.instance, room, pool)
+        key = RoomKey(self.config.instance, room)
         ended = self._ended(key, binding.capability)
         if ended is not None and key not in self.rooms:
             raise RoomError(
@@ -125,13 +128,13 @@ class SourceSession:
             open_room = SourceRoom(key, opened_ns=now_ns)
         if open_room.failed:
             raise RoomError(f"room {room_name(room)} has failed: {open_room.text}", reason=open_room.reason)
-        is_first = open_room.first_token < 0
+        is_first = not open_room.is_offered
         if not is_first and binding != open_room.binding:
             raise RoomError(
                 f"room {room_name(room)}: this chunk has another prompt or capability than the first one",
                 reason=Reason.MALFORMED_MESSAGE,
             )
-        open_room.add_offer(first_token, end_token, last=last)
+        open_room.add_offers(ranges, self._names, last=last)
         self.rooms[key] = open_room
         self._progress(open_room, now_ns)
         if is_first:
@@ -163,9 +166,9 @@ class SourceSession:
             if room.pairs:
                 self._fail(room, reason, text, now_ns)
 
-    def fail_all(self, reason: Reason, text: str, now_ns: int, *, pool: int | None = None) -> None:
-        """Fail every room, or every room of a pool."""
-        for key in [key for key in self.rooms if pool in (None, key.pool)]:
+    def fail_all(self, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail every room."""
+        for key in list(self.rooms):
             self.cancel(key, reason, text, now_ns)
 
     def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
@@ -187,8 +190,8 @@ class SourceSession:
 
     def tick(self, now_ns: int) -> None:
         """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
-        for key, peer in self._deadlines.repeats.pop(now_ns):
-            self._repeat(key, peer, now_ns)
+        for key, name in self._deadlines.repeats.pop(now_ns):
+            self._repeat(key, name, now_ns)
         for peer in self._deadlines.peers.pop(now_ns):
             self._beat(peer, now_ns)
         for key, reason, text in self.table.expired(now_ns):
@@ -196,7 +199,7 @@ class SourceSession:
         self.table.forget(now_ns)
         for notes in (self._completed, self._asks):
             if notes:
-                notes.forget(now_ns)
+                notes.forget(now_ns, self.rooms, self.table.remembered_until_ns(now_ns))
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
@@ -246,7 +249,7 @@ class SourceSession:
                 pair.digests[slab] = digests
             if announce:
                 self._send_ready(room, pair, slab)
-            self._deadlines.repeats.set((room.key, peer), now_ns + self.config.retry_ns)
+            self._deadlines.repeats.set((room.key, pair.name), now_ns + self.config.retry_ns)
         if room.failed:
             self._settle(room)
         else:
@@ -321,14 +324,14 @@ class SourceSession:
         link = self.peers.get(peer)
         if link is None:
             return
-        self._parts.forget(lambda name: name[1] == peer)
+        self._parts.forget(lambda name: name[1][0] == peer)
         for key in list(link.rooms):
             room = self.rooms.get(key)
             if room is None:
                 continue
-            pair = room.pairs.get(peer)
-            self._fail(room, Reason.PEER_LOST, text, now_ns, None if pair is None else pair.binding.capability)
-            if pair is not None:
+            pairs = self._pairs_of(room, peer)
+            self._fail(room, Reason.PEER_LOST, text, now_ns, pairs[0].binding.capability if pairs else None)
+            for pair in pairs:
                 pair.step(SourcePairEvent.LOSE)
             self._settle(room)
         self.links.detach(link, PeerState.LOST, text)
@@ -352,7 +355,8 @@ class SourceSession:
         self._send(peer, WireFound(self.config.epoch, epoch, wire))
         for key in list(link.rooms):
             room = self.rooms[key]
-            self._advance(room, room.pairs[peer], now_ns)
+            for pair in self._pairs_of(room, peer):
+                self._advance(room, pair, now_ns)
 
     def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
         link = self.peers.get(peer)
@@ -391,7 +395,11 @@ class SourceSession:
         """Whether a pair belongs to this rank and to the current life of that target."""
         peer = link.peer
         theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.memory, pair.target_epoch)
-        return theirs == (*peer, link.epoch) and pair.source_rank == self.identity.rank
+        return (
+            theirs == (*peer, link.epoch)
+            and pair.source_rank == self.identity.rank
+            and 0 <= pair.cache < len(self._names)
+        )
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -406,16 +414,22 @@ class SourceSession:
             self._send(link.peer, Abort(ask.pair, ended.reason or Reason.ROOM_REUSED, ended.text))
         elif room is not None and room.failed:
             self._send(link.peer, Abort(ask.pair, room.reason, room.text))
-        elif room is None or room.first_token < 0:
+        elif room is None or not room.is_offered:
             # A target repeats its ask, so that one that is dropped is noted again.
-            self._asks.put(key, link.peer, ask, self.table.remembered_until_ns(now_ns), self.config.ended_rooms_max)
+            self._asks.put(
+                key,
+                (link.peer, ask.pair.cache),
+                ask,
+                self.table.remembered_until_ns(now_ns),
+                self.config.ended_rooms_max,
+            )
         elif ask.binding.capability != room.binding.capability:
             self._turn_away(key, link, ask.pair)
         else:
             self._send(link.peer, Offered(ask.pair))
 
     def _answer_asks(self, room: SourceRoom, now_ns: int) -> None:
-        for peer, (ask, _) in self._asks.pop(room.key, {}).items():
+        for (peer, _), (ask, _) in self._asks.pop(room.key, {}).items():
             link = self.peers.get(peer)
             if link is not None and link.attach is not None and link.epoch == ask.pair.target_epoch:
                 self._on_ask(link, ask, now_ns)
@@ -440,7 +454,7 @@ class SourceSession:
                 )
                 return
             room = SourceRoom(key, opened_ns=now_ns)
-        pair = room.pairs.get(peer)
+        pair = room.pairs.get((peer, claim.pair.cache))
         if room.failed:
             # A pair of this life of the target already has its abort.
             if pair is None or pair.pair.target_epoch != claim.pair.target_epoch:
@@ -481,7 +495,7 @@ class SourceSession:
     def _is_strange(self, room: SourceRoom, link: Link, claim: Claim) -> bool:
         """Whether a claim does not show the room's capability. Then it changes nothing, and its sender is told."""
         shown = claim.binding.capability
-        if room.first_token >= 0:
+        if room.is_offered:
             if shown == room.binding.capability:
                 return False
             self._turn_away(room.key, link, claim.pair)
@@ -494,14 +508,15 @@ class SourceSession:
 
     def _drop_strangers(self, room: SourceRoom) -> None:
         """Drop the claims that came before the first offer and do not show its capability."""
-        for peer, pair in list(room.pairs.items()):
-            link = self.peers.get(peer)
+        for name, pair in list(room.pairs.items()):
+            link = self.peers.get(pair.peer)
             if pair.binding.capability == room.binding.capability or link is None:
                 continue
             self._turn_away(room.key, link, pair.pair)
-            del room.pairs[peer]
-            link.rooms.pop(room.key, None)
-            self._deadlines.repeats.clear((room.key, peer))
+            del room.pairs[name]
+            if not self._pairs_of(room, pair.peer):
+                link.rooms.pop(room.key, None)
+            self._deadlines.repeats.clear((room.key, name))
         if not room.pairs:
             room.expected = room.claimer = None
 
@@ -519,7 +534,7 @@ class SourceSession:
                     f"room {room_name(room.key.room)} was claimed by {room.claimer} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
-            claimed = self._route(link, room.key, direct=claim.way is Way.DIRECT)
+            claimed = self._route(link, claim.pair, direct=claim.way is Way.DIRECT)
             pages = self._claimed_pages(claim, link.peer)
             if pages is None:
                 return None
@@ -532,7 +547,7 @@ class SourceSession:
         self.rooms[room.key] = room
         pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why, claim.binding)
         pair.digest_key, pair.serial = claim.digest_key, claim.serial
-        room.pairs[link.peer] = pair
+        room.pairs[pair.name] = pair
         room.expected, room.claimer = claimed.expected, claimer
         link.claimed(room.key, claim.way if claimed.pair is not None else None)
         self._check_pair(room, pair, now_ns)
@@ -542,7 +557,9 @@ class SourceSession:
         """Return the pages that a claim lists, or None until all of its messages are here. Raises RoomError."""
         if claim.way not in IN_PLACE or claim.page_count == 0:
             return b""
-        return self._parts.add((claim.pair.key, peer), claim.page_offset, claim.page_count, claim.pages)
+        return self._parts.add(
+            (claim.pair.key, (peer, claim.pair.cache)), claim.page_offset, claim.page_count, claim.pages
+        )
 
     def _on_grant(self, link: Link, grant: Grant, now_ns: int) -> None:
         peer = link.peer
@@ -591,7 +608,7 @@ class SourceSession:
         if room is None or pair is None:
             # A pair that is not open has no open write.
             self._send(peer, EndAck(abort.pair, abort.serial))
-            self._parts.drop((abort.pair.key, peer))
+            self._parts.drop((abort.pair.key, (peer, abort.pair.cache)))
             self._give_up_unclaimed(peer, abort, now_ns)
             return
         if abort.reason is not Reason.STALE_EPOCH and pair.binding.capability != abort.binding.capability:
@@ -600,7 +617,7 @@ class SourceSession:
             return
         # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
-        self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns, pair.binding.capability)
+        self._fail(room, _lasting(abort.reason), abort.text, now_ns, pair.binding.capability)
         self._settle(room)
 
     def _on_end_ack(self, peer: PeerId, ack: EndAck) -> None:
@@ -609,13 +626,13 @@ class SourceSession:
             pair.step(SourcePairEvent.ANSWER)
             self._settle(room)
 
-    def _route(self, link: Link, key: RoomKey, *, direct: bool = False) -> Route:
-        """Return the meaning of a target's claim on a room. Raises LayoutError."""
+    def _route(self, link: Link, pair: PairKey, *, direct: bool = False) -> Route:
+        """Return the meaning of a target's claim on a cache of a room. Raises LayoutError."""
         assert link.attach is not None
         config = self.config
         staging = staging_between(config.staging, config.neighbour_staging, near=direct)
-        planned = plan(config.layout, link.attach.layout, staging=staging, direct=direct, room=key.room)
-        return route(planned, self.identity.rank, link.peer.rank)
+        planned = plans(config.layout, link.attach.layout, staging=staging, direct=direct, room=pair.key.room)
+        return route(planned, self.identity.rank, link.peer.rank, pair.cache)
 
     def _used_serials(self, link: Link) -> UsedSerials:
         """Return the used claims of a target's current life."""
@@ -643,13 +660,13 @@ class SourceSession:
     def _note_complete(self, link: Link, pair: PairKey, capability: bytes | None, now_ns: int) -> None:
         """Record that a target needs nothing more of a room. Raises LayoutError: the two cannot exchange pages."""
         key, peer = pair.key, link.peer
-        expected = self._route(link, key).expected
+        expected = self._route(link, pair).expected
         completed = Completed(pair, expected, capability)
         room = self.rooms.get(key)
         if room is None:
             # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
             until_ns = self.table.remembered_until_ns(now_ns)
-            self._completed.put(key, peer, completed, until_ns, self.config.ended_rooms_max)
+            self._completed.put(key, (peer, pair.cache), completed, until_ns, self.config.ended_rooms_max)
         elif not room.failed:
             self._open_complete(room, peer, completed)
             self._progress(room, now_ns)
@@ -658,11 +675,12 @@ class SourceSession:
     def _open_complete(self, room: SourceRoom, peer: PeerId, completed: Completed) -> None:
         """Add a pair with nothing left to send to the room."""
         link = self.peers.get(peer)
-        if peer in room.pairs or room.claimer not in (None, peer.replica):
+        name = (peer, completed.pair.cache)
+        if name in room.pairs or room.claimer not in (None, peer.replica):
             return
         if completed.capability not in (None, room.binding.capability):
             return
-        pair = room.pairs[peer] = SourcePair(
+        pair = room.pairs[name] = SourcePair(
             completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [], binding=room.binding
         )
         room.expected, room.claimer = completed.expected, peer.replica
@@ -673,7 +691,7 @@ class SourceSession:
 
     def _add_completed(self, room: SourceRoom) -> None:
         """Add to an offered room the pairs that targets have already completed."""
-        for peer, (completed, _) in self._completed.pop(room.key, {}).items():
+        for (peer, _), (completed, _) in self._completed.pop(room.key, {}).items():
             self._open_complete(room, peer, completed)
 
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
@@ -682,11 +700,10 @@ class SourceSession:
         Our engine may offer the room later or has offered it, but no target will claim it.
         """
         key = abort.pair.key
-        # BUSY would make the engine retry, which is useless for an ended room.
-        reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason or Reason.MALFORMED_MESSAGE
+        reason = _lasting(abort.reason)
         room = self.rooms.get(key)
         if room is not None and room.claimer in (None, peer.replica):
-            if room.first_token < 0 or abort.binding.capability == room.binding.capability:
+            if not room.is_offered or abort.binding.capability == room.binding.capability:
                 self._fail(room, reason, abort.text, now_ns, abort.binding.capability)
         elif reason is Reason.AUTHENTICATION:
             # An earlier life of this worker refused that claim. The room is another request's.
@@ -696,16 +713,21 @@ class SourceSession:
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _pairs_of(room: SourceRoom, peer: PeerId) -> list[SourcePair]:
+        """Return a target's pairs in a room, one for each cache that it has claimed."""
+        return [pair for pair in room.pairs.values() if pair.peer == peer]
+
     def _find(self, peer: PeerId, pair_key: PairKey) -> tuple[SourceRoom | None, SourcePair | None]:
         room = self.rooms.get(pair_key.key)
-        pair = room.pairs.get(peer) if room is not None else None
+        pair = room.pairs.get((peer, pair_key.cache)) if room is not None else None
         if pair is not None and pair.pair.target_epoch != pair_key.target_epoch:
             return room, None
         return room, pair
 
     def _check_pair(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
         """Fail a room whose halves contradict each other."""
-        if room.first_token < 0:
+        if not room.is_offered:
             return
         ours, theirs = room.binding.prompt, pair.binding.prompt
         if ours and theirs and ours != theirs:
@@ -716,15 +738,17 @@ class SourceSession:
         if 0 <= room.total_tokens != pair.grid.end_token:
             text = f"prefill says {room.total_tokens} tokens, decode {pair.grid.end_token}"
             self._fail(room, Reason.TOTAL_MISMATCH, text, now_ns)
-        elif pair.grid.first_token < room.first_token and pair.grid.count:
-            text = f"decode wants tokens from {pair.grid.first_token}, prefill offers from {room.first_token}"
+        elif pair.grid.first_token < (first := room.first_tokens.get(pair.pair.cache, 0)) and pair.grid.count:
+            text = f"decode wants tokens from {pair.grid.first_token}, prefill offers from {first}"
+            if len(self._names) > 1:
+                text = f"cache {self._names[pair.pair.cache]!r}: {text}"
             self._fail(room, Reason.TOKENS_MISSING, text, now_ns)
 
     def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
         """Start every slab that has its tokens, its grant and a wire."""
         if room.failed:
             return
-        ready = pair.grid.ready(room.end_token)
+        ready = pair.grid.ready(room.end_tokens.get(pair.pair.cache, -1))
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
@@ -746,7 +770,7 @@ class SourceSession:
             for slab in [slab for slab in pair.grants if slab < ready and pair.states[slab] is SourceSlab.WAITING]:
                 self._begin(room, pair, slab, pair.grants[slab])
         if not pair.done and not room.failed:
-            self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
+            self._repeat_later(room.key, pair.name, pair.attempts, now_ns)
 
     def _begin(self, room: SourceRoom, pair: SourcePair, slab: int, grant: Grant | None) -> None:
         assert pair.route is not None
@@ -789,15 +813,15 @@ class SourceSession:
         ready = SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens, pair.digests.get(slab, b""))
         self._send(pair.peer, ready)
 
-    def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
+    def _repeat(self, key: RoomKey, name: PairName, now_ns: int) -> None:
         room = self.rooms.get(key)
-        pair = room.pairs.get(peer) if room is not None else None
+        pair = room.pairs.get(name) if room is not None else None
         if room is None or pair is None:
             return
         if room.failed:
             if pair.state is not SourcePairState.TELLING:
                 return
-            self._send(peer, Abort(pair.pair, room.reason, room.text))
+            self._send(pair.peer, Abort(pair.pair, room.reason, room.text))
         elif pair.done:
             return
         else:
@@ -807,7 +831,7 @@ class SourceSession:
                     self._send_ready(room, pair, slab)
         self.counters["retries"] += 1
         pair.attempts += 1
-        self._repeat_later(key, peer, pair.attempts, now_ns)
+        self._repeat_later(key, name, pair.attempts, now_ns)
 
     def _finish(self, room: SourceRoom, now_ns: int) -> None:
         """End a room whose slabs are all acknowledged."""
@@ -830,24 +854,24 @@ class SourceSession:
         room.step(SourceRoomEvent.FAIL)
         room.reason, room.text = reason, text
         self._effect(room.ended())
-        self._remember(room.key, reason, text, now_ns, shown if room.first_token < 0 else None)
-        for peer, pair in room.pairs.items():
+        self._remember(room.key, reason, text, now_ns, None if room.is_offered else shown)
+        for name, pair in room.pairs.items():
             pair.abort()
             if pair.state is SourcePairState.OPEN:
                 pair.step(SourcePairEvent.GIVE_UP)
                 pair.attempts = 0
-                self._send(peer, Abort(pair.pair, reason, text))
-                self._deadlines.repeats.set((room.key, peer), now_ns + self.config.retry_ns)
+                self._send(pair.peer, Abort(pair.pair, reason, text))
+                self._deadlines.repeats.set((room.key, name), now_ns + self.config.retry_ns)
         self._settle(room)
 
     def _settle(self, room: SourceRoom) -> None:
         """Release the pages and confirm to targets once no lane holds a slab; then drop the room."""
         if not room.failed or self.rooms.get(room.key) is not room:
             return
-        for peer, pair in room.pairs.items():
+        for pair in room.pairs.values():
             if pair.state is SourcePairState.DRAINING and not pair.busy_count:
                 pair.step(SourcePairEvent.QUIET)
-                self._send(peer, EndAck(pair.pair, pair.serial))
+                self._send(pair.peer, EndAck(pair.pair, pair.serial))
         if room.busy:
             return
         if room.state is SourceRoomState.FAILED:
@@ -859,11 +883,16 @@ class SourceSession:
     def _drop(self, room: SourceRoom) -> None:
         room.step(SourceRoomEvent.END)
         self.table.drop(room)
-        for peer in room.pairs:
-            self._deadlines.repeats.clear((room.key, peer))
-            link = self.peers.get(peer)
+        for name in room.pairs:
+            self._deadlines.repeats.clear((room.key, name))
+            link = self.peers.get(name[0])
             if link is not None:
                 link.rooms.pop(room.key, None)
+
+
+def _lasting(reason: Reason) -> Reason:
+    """Return the reason of a room that its target aborts. BUSY would make the engine retry, which is useless then."""
+    return Reason.CANCELLED if reason is Reason.BUSY else reason or Reason.MALFORMED_MESSAGE
 
 
 def _fits(grant: Grant, pair: SourcePair, attach: Attach | None) -> bool:

@@ -16,7 +16,16 @@ import msgspec
 
 from longshore_wire.addresses import main_address
 from longshore_wire.claims import Wanted, demanded_grid, target_pairs
-from longshore_wire.effects import DrainWriter, HangUp, PeerId, RoomOffered, RoomReleased, SessionConfig, StartScatter
+from longshore_wire.effects import (
+    DrainWriter,
+    HangUp,
+    PairName,
+    PeerId,
+    RoomOffered,
+    RoomReleased,
+    SessionConfig,
+    StartScatter,
+)
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
@@ -40,7 +49,7 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
-from longshore_wire.plan import digests_bytes, plan
+from longshore_wire.plan import digests_bytes, plans
 from longshore_wire.room import Ended, Life, RoomTable, TargetPair, TargetRoom
 from longshore_wire.states import (
     TargetEvent,
@@ -147,23 +156,21 @@ class TargetSession:
             raise RoomError(f"room {room_name(key.room)} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         if asked is None and len(self.rooms) >= self.config.rooms_max:
             raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
-        if not 0 <= wanted.first_token <= wanted.end_token:
-            raise RoomError(
-                f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
-                reason=Reason.TOKENS_MISSING,
-            )
+        for each in wanted.caches:
+            if not 0 <= each.first_token <= each.end_token:
+                raise RoomError(
+                    f"tokens [{each.first_token}, {each.end_token}) are not a range: give 0 <= first <= end",
+                    reason=Reason.TOKENS_MISSING,
+                )
         config, endpoint = self.config, wanted.endpoint
         near = is_near(endpoint.agent, config.agent, mappable=wanted.mappable, adjacent=wanted.adjacent)
         staging = staging_between(config.staging, config.neighbour_staging, near=near)
-        planned = plan(endpoint.layout, config.layout, staging=staging, direct=near, room=key.room)
+        planned = plans(endpoint.layout, config.layout, staging=staging, direct=near, room=key.room)
         pairs = target_pairs(config, wanted, planned)
         self._check_new(pairs)
         room = TargetRoom(
             key,
-            wanted.first_token,
-            wanted.end_token,
-            wanted.page_count,
-            wanted.pages,
+            wanted.caches,
             wanted.digest or config.digest,
             opened_ns=now_ns,
             binding=wanted.binding,
@@ -175,7 +182,7 @@ class TargetSession:
 
         This rank repeats that end until it is confirmed, and would not repeat the new claim meanwhile.
         """
-        if any(key in link.outcomes for link in self.peers.values()):
+        if any(key == room for link in self.peers.values() for room, _ in link.outcomes):
             raise RoomError(
                 f"room {room_name(key.room)} was claimed without its capability, and that ends now: try again",
                 reason=Reason.BUSY,
@@ -185,7 +192,7 @@ class TargetSession:
         self.rooms[room.key] = room
         self._progress(room, now_ns)
         for pair in pairs:
-            room.pairs[pair.peer] = pair
+            room.pairs[pair.name] = pair
             self.in_place_count += pair.expects_bytes
             self._dial(pair.peer, endpoint, room.key, now_ns)
         for pair in pairs:
@@ -195,9 +202,9 @@ class TargetSession:
     def _forget(self, asked: TargetRoom) -> None:
         """Drop an asked room, which its engine claims now."""
         self.table.drop(asked)
-        for peer in asked.pairs:
-            self.peers[peer].rooms.pop(asked.key, None)
-            self._deadlines.repeats.clear((asked.key, peer))
+        for name in asked.pairs:
+            self.peers[name[0]].rooms.pop(asked.key, None)
+            self._deadlines.repeats.clear((asked.key, name))
 
     def is_asked(self, key: RoomKey) -> bool:
         """Whether a room is open without pages."""
@@ -206,7 +213,7 @@ class TargetSession:
 
     def _check_new(self, pairs: list[TargetPair]) -> None:
         """Raise RoomError if too many sources would be dialled at once."""
-        new_count = sum(pair.peer not in self.peers for pair in pairs)
+        new_count = len({pair.peer for pair in pairs if pair.peer not in self.peers})
         if new_count > _UNATTACHED_MAX:
             raise RoomError(
                 f"the room has {new_count} prefill ranks that this worker must dial: {_UNATTACHED_MAX} can be at once",
@@ -229,9 +236,9 @@ class TargetSession:
         """Fail every room that sibling ranks share: all of them."""
         self.fail_all(reason, text, now_ns)
 
-    def fail_all(self, reason: Reason, text: str, now_ns: int, *, pool: int | None = None) -> None:
-        """Fail every room, or every room of a pool."""
-        for key in [key for key in self.rooms if pool in (None, key.pool)]:
+    def fail_all(self, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail every room."""
+        for key in list(self.rooms):
             self.cancel(key, reason, text, now_ns)
 
     def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
@@ -248,8 +255,8 @@ class TargetSession:
 
         Call it at `next_due_ns` at the latest.
         """
-        for key, peer in self._deadlines.repeats.pop(now_ns):
-            self._repeat(key, peer, now_ns)
+        for key, name in self._deadlines.repeats.pop(now_ns):
+            self._repeat(key, name, now_ns)
         for peer in self._deadlines.peers.pop(now_ns):
             self._beat(peer, now_ns)
         for key, reason, text in self.table.expired(now_ns):
@@ -352,13 +359,13 @@ class TargetSession:
     @staticmethod
     def _take_answer(link: Link, ack: EndAck) -> None:
         """Drop the outcome that a source has heard."""
-        outcome = link.outcomes.get(ack.pair.key)
+        outcome = link.outcomes.get((ack.pair.key, ack.pair.cache))
         if outcome is not None and ack.serial in (0, outcome.serial):
-            del link.outcomes[ack.pair.key]
+            del link.outcomes[ack.pair.key, ack.pair.cache]
 
     def _is_between(self, link: Link, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to any life of that source."""
-        is_ours = pair == self._pair_key(pair.key, link.peer, pair.source_epoch)
+        is_ours = pair == self._pair_key(pair.key, (link.peer, pair.cache), pair.source_epoch)
         return is_ours and pair.key.instance == link.peer.instance
 
     def _speaks_for(self, link: Link, pair: PairKey) -> bool:
@@ -367,11 +374,17 @@ class TargetSession:
 
     def _on_offered(self, link: Link, message: Offered, now_ns: int) -> None:
         room = self.rooms.get(message.pair.key)
-        if room is None or not room.is_asked or room.is_offered or room.failed or link.peer not in room.pairs:
+        if (
+            room is None
+            or not room.is_asked
+            or room.is_offered
+            or room.failed
+            or (link.peer, message.pair.cache) not in room.pairs
+        ):
             self._stale(message)
             return
         room.is_offered = True
-        self._deadlines.repeats.clear((room.key, link.peer))
+        self._deadlines.repeats.clear((room.key, (link.peer, message.pair.cache)))
         self._progress(room, now_ns)
         self._effect(RoomOffered(room.key))
 
@@ -401,7 +414,7 @@ class TargetSession:
 
     def _open_grid(self, room: TargetRoom, pair: TargetPair, demand: Demand, now_ns: int) -> bool:
         try:
-            pair.grid = demanded_grid(self.config, pair, (room.first_token, room.end_token), demand)
+            pair.grid = demanded_grid(self.config, pair, room.caches[pair.pair.cache], demand)
         except RoomError as error:
             self._fail(room, error.reason, f"{self._name(pair.peer)} {error}", now_ns)
             return False
@@ -414,8 +427,8 @@ class TargetSession:
         if total_tokens < 0:
             return
         pair.total_tokens = total_tokens
-        if total_tokens != room.end_token:
-            text = f"prefill says {total_tokens} tokens, decode {room.end_token}"
+        if total_tokens != (end_token := room.caches[pair.pair.cache].end_token):
+            text = f"prefill says {total_tokens} tokens, decode {end_token}"
             self._fail(room, Reason.TOTAL_MISMATCH, text, now_ns)
 
     def _on_ready(self, peer: PeerId, ready: SlabReady, now_ns: int) -> None:
@@ -466,7 +479,9 @@ class TargetSession:
             self._stale(ready)
             return
         sent_bytes = len(ready.digests)
-        if room.digest and sent_bytes != (due_bytes := digests_bytes(pair.route, self.config.layout)):
+        if room.digest and sent_bytes != (
+            due_bytes := digests_bytes(pair.route, self.config.layout.caches[pair.pair.cache])
+        ):
             reason, text = Reason.MALFORMED_MESSAGE, f"has sent {sent_bytes} bytes of digests instead of {due_bytes}"
             if not sent_bytes:
                 reason, text = Reason.UNSUPPORTED, "has sent no digests, which the room asks for: update its agent"
@@ -597,8 +612,8 @@ class TargetSession:
         for room, pair in self._rooms_of(link):
             if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
                 self._send_claim(room, pair, now_ns)
-        for key in list(link.outcomes):
-            self._send_outcome(link, key, now_ns)
+        for key, cache in list(link.outcomes):
+            self._send_outcome(link, key, cache, now_ns)
         return True
 
     def _on_refuse(self, link: Link, refuse: Refuse, now_ns: int) -> None:
@@ -738,7 +753,7 @@ class TargetSession:
             link = self.peers[pair.peer]
             link.outcomes_until_ns = max(link.outcomes_until_ns, until_ns)
             if self._concerns(link, pair):
-                lives.append(Life(pair.peer, pair.pair.source_epoch, pair.source_engine))
+                lives.append(Life(pair.name, pair.pair.source_epoch, pair.source_engine))
         # Most rooms have the same lives, so they share one tuple.
         if len(self._lives) > _LIVES_KEPT_MAX:
             self._lives.clear()
@@ -752,61 +767,62 @@ class TargetSession:
         for room, pair in self._rooms_of(link):
             # This life must confirm these itself, even if another life of its name was informed meanwhile.
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
-            if is_writer and room.key not in link.outcomes:
+            if is_writer and (room.key, pair.pair.cache) not in link.outcomes:
                 ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
-                self._note_outcome(link, room.key, ended, pair.source_engine, pair.serial)
+                self._note_outcome(link, room.key, pair.pair.cache, Outcome(ended, pair.source_engine, pair.serial))
         if link.queued_epoch == attach.epoch:
             return
         link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
-                if life.peer == link.peer and life.epoch != attach.epoch:
-                    self._note_outcome(link, key, ended, life.engine)
+                if life.name[0] == link.peer and life.epoch != attach.epoch:
+                    self._note_outcome(link, key, life.name[1], Outcome(ended, life.engine))
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
-                self._note_outcome(link, room.key, done, pair.source_engine)
+                self._note_outcome(link, room.key, pair.pair.cache, Outcome(done, pair.source_engine))
 
     def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         link = self.peers[pair.peer]
         if self._concerns(link, pair):
-            self._note_outcome(link, key, ended, pair.source_engine, pair.serial)
-            self._send_outcome(link, key, now_ns)
+            self._note_outcome(link, key, pair.pair.cache, Outcome(ended, pair.source_engine, pair.serial))
+            self._send_outcome(link, key, pair.pair.cache, now_ns)
 
-    def _note_outcome(self, link: Link, key: RoomKey, ended: Ended, engine: int, serial: int = 0) -> None:
-        link.outcomes[key] = Outcome(ended, engine, serial)
+    def _note_outcome(self, link: Link, key: RoomKey, cache: int, outcome: Outcome) -> None:
+        link.outcomes[key, cache] = outcome
 
-    def _send_outcome(self, link: Link, key: RoomKey, now_ns: int) -> None:
+    def _send_outcome(self, link: Link, key: RoomKey, cache: int, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached.
 
         Drop it if another engine of the same name is attached: that engine never had the room, and may use its number.
         """
-        outcome = link.outcomes.get(key)
+        outcome = link.outcomes.get((key, cache))
         if outcome is None or link.attach is None:
             return
         ended = outcome.ended
         if ended.until_ns <= now_ns or outcome.engine not in (0, link.attach.engine):
-            del link.outcomes[key]
+            del link.outcomes[key, cache]
             return
-        pair = self._pair_key(key, link.peer, link.epoch)
+        name = (link.peer, cache)
+        pair = self._pair_key(key, name, link.epoch)
         if ended.reason is Reason.NONE:
             self._send(link.peer, Complete(pair))
         else:
             self._send(link.peer, Abort(pair, ended.reason, ended.text, outcome.serial, ended.binding))
-        self._repeat_later(key, link.peer, outcome.attempts, now_ns)
+        self._repeat_later(key, name, outcome.attempts, now_ns)
         self.counters["retries"] += outcome.attempts > 0
         outcome.attempts += 1
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def _choose_way(self, room: TargetRoom, pair: TargetPair, link: Link, now_ns: int) -> bool:
+    def _choose_way(self, pair: TargetPair, link: Link, now_ns: int) -> bool:
         """Have the final way of a pair chosen; return False while the wire, on which it depends, is unknown."""
         assert link.attach is not None
         assert pair.open is not None
         config = self.config
         needs_wire = self.links.has_probe and config.crossover.needs_wire(config.backend)
-        if needs_wire and not link.has_wire and self.links.awaits_wire(room.key, link, now_ns):
+        if needs_wire and not link.has_wire and self.links.awaits_wire(pair, link, now_ns):
             return False
         choice = chosen_way(
             pair.open,
@@ -839,15 +855,15 @@ class TargetSession:
                     # Claims are numbered without gaps, so an ask has a number of its own.
                     self._ask_count += 1
                     pair.serial = -self._ask_count
-                self._send(pair.peer, Ask(self._pair_key(room.key, pair.peer, link.epoch), room.binding))
-                self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
+                self._send(pair.peer, Ask(self._pair_key(room.key, pair.name, link.epoch), room.binding))
+                self._repeat_later(room.key, pair.name, pair.attempts, now_ns)
             return
         fault = self.links.wire_fault_of(pair, now_ns) if first_time else ""
         if fault:
             self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
         if fault != "":
             return
-        if pair.open is not None and not self._choose_way(room, pair, link, now_ns):
+        if pair.open is not None and not self._choose_way(pair, link, now_ns):
             return
         if first_time:
             if pair.route is not None:
@@ -858,17 +874,18 @@ class TargetSession:
             self._claim_counts[pair.peer] += 1
             pair.serial = self._claim_counts[pair.peer]
         pair.step(TargetPairEvent.CLAIM)
-        first = room.end_token if pair.route is None else room.first_token
+        wanted = room.caches[pair.pair.cache]
+        first = wanted.end_token if pair.route is None else wanted.first_token
         digest_key = self.config.digest_key if room.digest else b""
-        count = room.page_count if pair.way is not Way.STAGED and first < room.end_token else 0
+        count = wanted.page_count if pair.way is not Way.STAGED and first < wanted.end_token else 0
         for offset in range(0, max(count, 1), PAGES_PER_MESSAGE_MAX):
-            pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
+            pages = wanted.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
             self._send(
                 pair.peer,
                 Claim(
                     pair.pair,
                     first,
-                    room.end_token,
+                    wanted.end_token,
                     pair.way,
                     offset,
                     count,
@@ -879,7 +896,7 @@ class TargetSession:
                     room.binding,
                 ),
             )
-        self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
+        self._repeat_later(room.key, pair.name, pair.attempts, now_ns)
 
     def _on_wire_found(self, link: Link, message: WireFound, now_ns: int) -> None:
         if (message.source_epoch, message.target_epoch) != (link.epoch, self.config.epoch):
@@ -893,14 +910,22 @@ class TargetSession:
 
     # -- rooms ---------------------------------------------------------------------------------------------------------
 
-    def _pair_key(self, room: RoomKey, source: PeerId, source_epoch: int) -> PairKey:
-        """Return the key of this rank and life, and one life of a source, in a room."""
-        us = self.identity
-        return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank, us.memory)
+    def _pair_key(self, room: RoomKey, name: PairName, source_epoch: int) -> PairKey:
+        """Return the key of this rank and life, and one life of a source, for a cache of a room."""
+        us, (source, cache) = self.identity, name
+        return PairKey(
+            room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank, us.memory, cache
+        )
 
     def _rooms_of(self, link: Link) -> list[tuple[TargetRoom, TargetPair]]:
         """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""
-        return [(room, room.pairs[link.peer]) for key in link.rooms if (room := self.rooms.get(key)) is not None]
+        return [
+            (room, pair)
+            for key in link.rooms
+            if (room := self.rooms.get(key)) is not None
+            for pair in room.pairs.values()
+            if pair.peer == link.peer
+        ]
 
     @staticmethod
     def _is_here(link: Link, pair: TargetPair) -> bool:
@@ -930,7 +955,7 @@ class TargetSession:
 
     def _find(self, peer: PeerId, pair_key: PairKey) -> tuple[TargetRoom | None, TargetPair | None]:
         room = self.rooms.get(pair_key.key)
-        return room, (room.pairs.get(peer) if room is not None else None)
+        return room, (room.pairs.get((peer, pair_key.cache)) if room is not None else None)
 
     def _ack(self, pair: TargetPair, slab: int, generation: int) -> None:
         self._send(pair.peer, SlabAck(pair.pair, slab, generation))
@@ -941,6 +966,7 @@ class TargetSession:
             self._send(pair.peer, grant)
             self.granter.note_due(pair, now_ns)
             self._watch(self.rooms[room_key], pair, now_ns)
+        self.granter.note_wait(now_ns)
         for key in self.granter.take_hopeless(now_ns):
             room = self.rooms.get(key)
             if room is not None:
@@ -949,7 +975,7 @@ class TargetSession:
 
     def _watch(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
         if not self._overdue(room, pair, now_ns) and pair.state is TargetPairState.OPEN:
-            self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
+            self._repeat_later(room.key, pair.name, pair.attempts, now_ns)
 
     def _overdue(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
         """Fail a room whose writer's bytes are overdue; return whether it did."""
@@ -962,14 +988,14 @@ class TargetSession:
             self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
         return overdue
 
-    def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
-        room = self.rooms.get(key)
-        pair = room.pairs.get(peer) if room is not None else None
+    def _repeat(self, key: RoomKey, name: PairName, now_ns: int) -> None:
+        room, (peer, cache) = self.rooms.get(key), name
+        pair = room.pairs.get(name) if room is not None else None
         link = self.peers.get(peer)
         if link is None or link.state is not PeerState.ATTACHED:
             return
-        if key in link.outcomes:
-            self._send_outcome(link, key, now_ns)
+        if (key, cache) in link.outcomes:
+            self._send_outcome(link, key, cache, now_ns)
             return
         if room is None or pair is None:
             return
@@ -985,13 +1011,13 @@ class TargetSession:
                 self._send(peer, self.granter.grant(pair, slab))
         self.counters["retries"] += 1
         pair.attempts += 1
-        self._repeat_later(key, peer, pair.attempts, now_ns)
+        self._repeat_later(key, name, pair.attempts, now_ns)
 
     def _finish(self, room: TargetRoom, now_ns: int) -> None:
         """Notify the engine once all tokens are there; drop the room once every source has answered."""
         for pair in room.pairs.values():
             # A source with nothing to send may not know the total yet.
-            knows_total = not pair.states or pair.total_tokens == room.end_token
+            knows_total = not pair.states or pair.total_tokens == room.caches[pair.pair.cache].end_token
             if pair.state is TargetPairState.OPEN and pair.done and knows_total:
                 pair.step(TargetPairEvent.FINISH)
         if room.state is TargetRoomState.OPEN and room.done:
@@ -1024,11 +1050,11 @@ class TargetSession:
         room.reason, room.text = reason, text
         self._effect(room.ended())
         self._remember_room(room, reason, text, now_ns)
-        for peer, pair in room.pairs.items():
+        for name, pair in room.pairs.items():
             if pair.state is not TargetPairState.CLOSED:
                 self.granter.quarantine(pair)
                 self._abort_pair(pair)
-            self._deadlines.repeats.clear((room.key, peer))
+            self._deadlines.repeats.clear((room.key, name))
             self._queue_outcome(pair, room.key, self.ended[room.key], now_ns)
         if room.exposed:
             self.exposed_since_ns[room.key] = now_ns
@@ -1059,9 +1085,9 @@ class TargetSession:
     def _drop(self, room: TargetRoom) -> None:
         room.step(TargetRoomEvent.END)
         self.table.drop(room)
-        for peer, pair in room.pairs.items():
+        for name, pair in room.pairs.items():
             self.in_place_count -= pair.expects_bytes
-            link = self.peers[peer]
+            link = self.peers[pair.peer]
             link.rooms.pop(room.key, None)
-            if room.key not in link.outcomes:
-                self._deadlines.repeats.clear((room.key, peer))
+            if (room.key, pair.pair.cache) not in link.outcomes:
+                self._deadlines.repeats.clear((room.key, name))

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from longshore_wire.effects import PeerId
+from longshore_wire.effects import PairName, PeerId
 from longshore_wire.peer_messages import RoomKey
 
 K = TypeVar("K", bound=Hashable)
@@ -75,14 +75,14 @@ class Deadlines:
     """The table: when to repeat what, to look at which peer, and to end which room.
 
     Attributes:
-        repeats: of the message about a room that a peer has not answered.
+        repeats: of the message about a pair of a room that a peer has not answered.
         peers: of the next heartbeat, or of the next check of a peer's silence.
         rooms: of the timeouts of rooms.
         absent_ns: total time in which the core's worker did not run. It counts neither as silence nor as idleness.
     """
 
     def __init__(self) -> None:
-        self.repeats: Timers[tuple[RoomKey, PeerId]] = Timers()
+        self.repeats: Timers[tuple[RoomKey, PairName]] = Timers()
         self.peers: Timers[PeerId] = Timers()
         self.rooms: Timers[RoomKey] = Timers()
         self.absent_ns = 0

@@ -4,7 +4,7 @@ Called by the plan, the protocol cores, the agent's `/v1/plan` and `longshore an
 
 1. `planned_way`: by the layouts and by `transfer.staging`, the same for all pairs of a plan. `is_near` says whether a
    source may copy directly, and `staged_unless_forbidden` what `transfer.staging` means for pages on a GPU.
-2. `given_way`: a forced way, ranks of one agent, `transfer.staging` or a latent leave no choice. The pair is then decided
+2. `given_way`: a forced way, ranks of one agent, or `transfer.staging` leave no choice. The pair is then decided
    when its room is claimed.
 3. `chosen_way`: otherwise the target chooses the faster way by its crossover table, once it knows the source and the wire.
    `expected_way` is the same choice before there is a room.
@@ -24,7 +24,6 @@ import msgspec
 
 from longshore_wire.crossover import Crossover
 from longshore_wire.errors import Reason, RoomError
-from longshore_wire.layout import Attention
 from longshore_wire.names import ENVIRONMENT_PREFIX, ON_GPU, UNKNOWN_WIRE, WIDER_WIRES, Labelled, Wire
 from longshore_wire.slabs import slab_limit_bytes
 
@@ -61,7 +60,6 @@ class Why(Labelled):
     FORCED = 1  # a setting names the way
     STAGING = 2  # transfer.staging is Always or Never, or pages of either side are on a GPU, where they must be staged
     NEAR = 3  # both ranks belong to one agent
-    LATENT = 4  # MLA: there is nothing to gather
     NO_RING = 5  # the target takes no staged bytes, or no slab of this pair
     MEASURED = 6  # the table has this backend and wire
     DEFAULT = 7  # the table has no such entry
@@ -151,7 +149,7 @@ def check_place(way: Way, engine: str, *, in_place: bool) -> None:
     if way in IN_PLACE and way is not Way.DIRECT and not in_place:
         raise RoomError(
             f"way {way.name} has a transport read and write pages where they lie, and those of {engine} are on a GPU: "
-            "have them staged (transfer.staging Auto or Always, no forced way; a latent needs both engines at one agent)",
+            "have them staged (transfer.staging Auto or Always, and no forced way)",
             reason=Reason.UNSUPPORTED,
         )
 
@@ -159,7 +157,7 @@ def check_place(way: Way, engine: str, *, in_place: bool) -> None:
 # -- which way ---------------------------------------------------------------------------------------------------------
 
 
-def planned_way(in_place: Way, attention: Attention, staging: Staging, *, direct: bool) -> Way:
+def planned_way(in_place: Way, staging: Staging, *, direct: bool) -> Way:
     """Return the way of every pair of a plan, whose in-place way is `in_place`.
 
     With even splits, pages are whole for all pairs or for none.
@@ -168,12 +166,12 @@ def planned_way(in_place: Way, attention: Attention, staging: Staging, *, direct
         return Way.STAGED
     if direct:
         return Way.DIRECT
-    if attention is Attention.LATENT or staging is Staging.NEVER:
+    if staging is Staging.NEVER:
         return in_place
     return Way.CONTIGUOUS if in_place is Way.CONTIGUOUS else Way.STAGED
 
 
-def given_way(planned: Way, force_way: Way | None, staging: Staging, attention: Attention) -> tuple[Way, Why]:
+def given_way(planned: Way, force_way: Way | None, staging: Staging) -> tuple[Way, Why]:
     """Return a pair's way and its reason. With UNDECIDED `chosen_way` decides, and the way is the plan's default."""
     if force_way is not None:
         return force_way, Why.FORCED
@@ -181,8 +179,6 @@ def given_way(planned: Way, force_way: Way | None, staging: Staging, attention: 
         return planned, Why.NEAR
     if staging is not Staging.AUTO:
         return planned, Why.STAGING
-    if attention is Attention.LATENT:
-        return planned, Why.LATENT
     return planned, Why.UNDECIDED
 
 
@@ -211,16 +207,14 @@ def expected_way(
     table: Crossover,
     over: tuple[str, str],
     *,
-    attention: Attention,
     force_way: Way | None = None,
 ) -> Choice:
     """Return the choice of the decode side for a pair before there is a room. The plan was made with `reach`.
 
     Args:
         over: backend and wire.
-        attention: the model's.
     """
-    way, why = given_way(left_open.planned, force_way, reach.staging, attention)
+    way, why = given_way(left_open.planned, force_way, reach.staging)
     if why is not Why.UNDECIDED:
         return Choice(way, why)
     if not reach.in_place:

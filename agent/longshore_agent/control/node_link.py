@@ -60,7 +60,7 @@ class PoolWanted(msgspec.Struct, tag=7):
 
     owner: PeerId
     asker: PeerId
-    pool: int
+    cache: int
 
 
 class PoolRegion(msgspec.Struct, tag=8):
@@ -74,7 +74,7 @@ class PoolRegion(msgspec.Struct, tag=8):
 
     owner: PeerId
     asker: PeerId
-    pool: int
+    cache: int
     count: int
     index: int = 0
     region: DeviceRegion | None = None
@@ -84,18 +84,18 @@ class PoolGone(msgspec.Struct, tag=9):
     """From a pool's owner to all other workers of this node: unmap it. Answered by PoolUnmapped.
 
     Attributes:
-        pool: ALL_POOLS means all; the supervisor says so of a worker that has ended.
+        cache: ALL_POOLS means all; the supervisor says so of a worker that has ended.
     """
 
     owner: PeerId
-    pool: int
+    cache: int
 
 
 class PoolUnmapped(msgspec.Struct, tag=10):
     """From a worker: it has unmapped what PoolGone named. To the pool's owner: so have all that had it mapped."""
 
     owner: PeerId
-    pool: int
+    cache: int
 
 
 class Started(msgspec.Struct, tag=16):
@@ -149,8 +149,12 @@ class RoomFailed(msgspec.Struct, tag=19):
     text: str
 
 
+# The number of the snapshot that a worker sends at its end.
+LAST_SNAPSHOT = 0
+
+
 class SnapshotPart(msgspec.Struct, tag=20):
-    """From a worker: one part of an encoded WorkerSnapshot."""
+    """From a worker: one part of an encoded WorkerSnapshot. `number` is that of SnapshotWanted, or LAST_SNAPSHOT."""
 
     number: int
     last: bool

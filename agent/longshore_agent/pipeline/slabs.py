@@ -112,7 +112,8 @@ class OutboundSlab:
 
     def remote_target(self) -> View:
         """Return the view of the target's pages at their addresses in the target's process."""
-        route, layout, pool = self.effect.route, self.attach.layout, self.attach.pool(self.effect.pair.key.pool)
+        route, cache = self.effect.route, self.effect.pair.cache
+        layout, pool = self.attach.layout.caches[cache], self.attach.pool(cache)
         assert pool is not None
         return remote_view(
             layout,
@@ -168,7 +169,10 @@ def digest_fault(effect: StartWrite | StartScatter, source: bytes, target: bytes
     plane, head = divmod(index, heads)
     kind, layer = divmod(plane, layers)
     has_kinds = max(len(source), len(target)) > 8 * layers * heads
-    place = f"layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
+    cache = f"cache {effect.pair.cache}, " if effect.pair.cache else ""
+    place = (
+        f"{cache}layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
+    )
     return (
         f"{place}: tokens {effect.tokens[0]} to {effect.tokens[1]} in decode rank {effect.pair.target_rank}'s pages are not those of "
         f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.label})"
@@ -180,7 +184,7 @@ def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
     pair = effect.pair
     return Trailer(
         room=pair.key.room,
-        pool=pair.key.pool,
+        cache=pair.cache,
         slab=effect.slab,
         source_rank=pair.source_rank,
         target_rank=pair.target_rank,

@@ -147,8 +147,8 @@ TABLE: tuple[Metric, ...] = (
     _gauge("ring_used_bytes", "bytes", (), "Bytes of the ring that are granted or hold slabs."),
     _gauge("ring_held_bytes", "bytes", (), "Bytes of the ring in quarantine: a writer may still write them."),
     _counter("ring_rounds", "rounds", (), "Wraps of the ring."),
-    _counter("credit_waits", "waits", (), "Ready slabs that had to wait for a grant."),
-    _counter("credit_wait_seconds", "seconds", (), "Time that ready slabs waited for grants."),
+    _counter("credit_waits", "waits", (), "Times at which ready slabs began to wait for ring memory."),
+    _counter("credit_wait_seconds", "seconds", (), "Time in which at least one ready slab waited for ring memory."),
     _gauge("rooms_open", "rooms", ("half",), "Open rooms."),
     _counter(
         "claims", "pairs", ("way", "why"), "Pairs of ranks that a decode rank claimed, by their way and its reason."

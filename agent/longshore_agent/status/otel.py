@@ -94,7 +94,7 @@ class SpanSender:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
-        trace = trace_id(self._deployment, report.instance, report.room, report.pool)
+        trace = trace_id(self._deployment, report.instance, report.room)
         # All parts of a report name the same parent.
         parent = hashed(8, trace, report.worker, report.half, report.opened_ns)
 
@@ -130,7 +130,6 @@ def _attributes(report: RoomReport) -> dict[str, Any]:
     found: dict[str, Any] = {
         "longshore.room": report.room,
         "longshore.instance": report.instance,
-        "longshore.pool": report.pool,
         "longshore.half": report.half,
         "longshore.worker": report.worker,
         "longshore.outcome": report.outcome,
@@ -147,6 +146,7 @@ def _step_attributes(step: StepReport) -> dict[str, Any]:
     found = {
         "longshore.source_rank": step.source_rank,
         "longshore.target_rank": step.target_rank,
+        "longshore.cache": step.cache,
         "longshore.slab": step.slab,
         "longshore.lane": step.lane,
     }

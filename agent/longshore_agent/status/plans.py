@@ -173,7 +173,6 @@ def answer(
     chunk_tokens = query.chunk_tokens or defaults.chunk_tokens
     slab_bytes = query.slab_bytes or defaults.slab_bytes
     over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
-    attention = source.model.attention
     # Ranks of one target may use different devices. Each chooses the way of its own pairs.
     reaches = [_reach(named, rank, staging, engines) for rank in range(target.rank_count)]
     plans = [plan(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
@@ -184,7 +183,7 @@ def answer(
         pair = found.open_pair(
             found.pairs[index], (0, chunk_tokens), lane_bytes=slab_bytes, ring_bytes=defaults.ring_bytes
         )
-        choice = expected_way(pair, reach, defaults.crossover, over, attention=attention, force_way=defaults.force_way)
+        choice = expected_way(pair, reach, defaults.crossover, over, force_way=defaults.force_way)
         check_place(choice.way, f"decode {query.target}", in_place=reach.target_in_place)
         check_place(choice.way, f"prefill {query.source}", in_place=reach.in_place)
         ways.append(choice)

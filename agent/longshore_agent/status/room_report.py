@@ -17,9 +17,9 @@ _TEXT_CHARACTERS_MAX = 1000
 _PAIRS_MAX = 64
 
 
-def trace_id(deployment: str, instance: str, room: str, pool: int) -> int:
+def trace_id(deployment: str, instance: str, room: str) -> int:
     """Return the id of a room's trace, which is the same at all agents of its deployment."""
-    return hashed(16, deployment, instance, room, pool)
+    return hashed(16, deployment, instance, room)
 
 
 def hashed(length_bytes: int, *parts: object) -> int:
@@ -44,6 +44,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     source_rank: int
     target_rank: int
+    cache: int
     slab: int
     lane: int
     start_ns: int
@@ -55,7 +56,7 @@ class RoomReport(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         half: `source` or `target`.
-        instance, room, pool: the room's key.
+        instance, room: the room's key.
         outcome: one of `metric_table.OUTCOMES`.
         reason, text: why it failed or was cancelled; empty if it is done.
         is_first: whether this part stands for the half, too.
@@ -65,7 +66,6 @@ class RoomReport(msgspec.Struct, array_like=True, frozen=True):
     half: str
     instance: str
     room: str
-    pool: int
     opened_ns: int
     ended_ns: int
     outcome: str

@@ -17,7 +17,7 @@ PAGE_MAX = 1000
 # A page's cursor is a room's key. Instances have short names, so a longer cursor is not ours.
 _CURSOR_CHARACTERS_MAX = 4096
 
-_Key = tuple[int, str, str, int, str, str, bool]
+_Key = tuple[int, str, str, str, str, bool]
 
 
 _CURSOR: msgspec.msgpack.Decoder[_Key] = msgspec.msgpack.Decoder(_Key)
@@ -38,7 +38,7 @@ class RoomEntry(msgspec.Struct, frozen=True):
 
 
 class RoomList(msgspec.Struct, frozen=True):
-    """A page of rooms, by id.
+    """A page of rooms, by id, also of the engines that have left last.
 
     Attributes:
         open_count, ended_count: exact counts over all workers, even if lists of a worker are cut.
@@ -105,7 +105,7 @@ def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, e
     return RoomList(
         rooms=shown,
         open_count=sum(worker.rooms_open for worker in snapshot.workers),
-        ended_count=sum(worker.rooms_ended for worker in snapshot.workers),
+        ended_count=sum(worker.rooms_ended for worker in snapshot.all_workers),
         next=_encode(_key(shown[-1])) if len(chosen) > limit else "",
     )
 
@@ -119,18 +119,19 @@ def detail(snapshot: AgentSnapshot, room: str, instance: str | None) -> RoomDeta
         return None
     found = [
         msgspec.structs.replace(span, worker=worker.worker)
-        for worker in snapshot.workers
+        for worker in snapshot.all_workers
         for span in worker.spans
         if span.room == room and instance in (None, span.instance)
     ]
     spans = tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns)))
-    cut = tuple(sorted({half.worker for half in halves} & {each.worker for each in snapshot.workers if each.spans_cut}))
+    lacking = {worker.worker for worker in snapshot.all_workers if worker.spans_cut}
+    cut = tuple(sorted({half.worker for half in halves} & lacking))
     traced = tuple(_traced(snapshot, entry) for entry in halves)
     return RoomDetail(room, traced, spans, incomplete=cut)
 
 
 def _entries(snapshot: AgentSnapshot) -> Iterator[RoomEntry]:
-    for worker in snapshot.workers:
+    for worker in snapshot.all_workers:
         yield from (RoomEntry(worker.worker, False, room) for room in worker.rooms)
         yield from (RoomEntry(worker.worker, True, room) for room in worker.ended)
 
@@ -140,13 +141,13 @@ def _traced(snapshot: AgentSnapshot, entry: RoomEntry) -> RoomEntry:
     if not snapshot.sends_traces:
         return entry
     room = entry.room
-    found = trace_id(snapshot.deployment, room.instance, room.room, room.pool)
+    found = trace_id(snapshot.deployment, room.instance, room.room)
     return msgspec.structs.replace(entry, trace_id=f"{found:032x}")
 
 
 def _key(entry: RoomEntry) -> _Key:
     room = entry.room
-    return len(room.room), room.room, room.instance, room.pool, room.half, entry.worker, entry.ended
+    return len(room.room), room.room, room.instance, room.half, entry.worker, entry.ended
 
 
 def _encode(key: _Key) -> str:

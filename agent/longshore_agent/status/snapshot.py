@@ -16,6 +16,10 @@ from longshore_spec.status import OLDEST_ROOMS_MAX, AgentStatus, Finding, RoomSt
 OPEN_ROOMS_LISTED_MAX = 1024
 ENDED_ROOMS_LISTED_MAX = 256
 SPANS_LISTED_MAX = 4096
+# Limits of a worker's last snapshot, which the supervisor keeps. It fits the socket between the two, so that a worker need
+# not wait.
+LEFT_ROOMS_MAX = 64
+LEFT_SPANS_MAX = 512
 # A worker's restart is a finding for this long.
 LATELY_S = 900.0
 
@@ -26,7 +30,7 @@ class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
     Attributes:
         rooms: the oldest open ones, at most OPEN_ROOMS_LISTED_MAX, and a requested one.
         ended: the newest ended ones, at most ENDED_ROOMS_LISTED_MAX, and a requested one.
-        spans: spans of the requested room, at most SPANS_LISTED_MAX.
+        spans: spans of the requested room, at most SPANS_LISTED_MAX. In a worker's last snapshot the newest of all rooms.
         spans_cut: its first ones are not kept, or are more than are listed.
     """
 
@@ -52,6 +56,7 @@ class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
         dying: one message for each rank whose worker dies repeatedly.
         refused: who was refused lately, and why, one message for each engine rank.
         restarts_lately: restarts of workers in the last LATELY_S.
+        left_workers: the last snapshots of the workers of `left.last`.
         sends_traces: whether it sends ended rooms to OpenTelemetry.
         findings: empty, since only the page judges.
     """
@@ -61,8 +66,14 @@ class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
     dying: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     restarts_lately: int = 0
+    left_workers: tuple[WorkerSnapshot, ...] = ()
     metrics: MetricsSnapshot = MetricsSnapshot()
     sends_traces: bool = False
+
+    @property
+    def all_workers(self) -> tuple[WorkerSnapshot, ...]:
+        """All that is known of workers, also of those that have ended."""
+        return (*self.workers, *self.left_workers)
 
     def status(self, findings: tuple[Finding, ...] = ()) -> AgentStatus:
         """Return this with findings, without rooms, spans and metrics, which have pages of their own."""

@@ -39,7 +39,7 @@ class Span(msgspec.Struct, frozen=True):
     Attributes:
         stage: the stage of a slab, the name of a message, or the call of an engine.
         room: the room's id as decimal text, because many JSON parsers lose digits of large numbers.
-        source_rank, target_rank, slab: -1 if the step is of no rank there, or of no slab.
+        cache, source_rank, target_rank, slab: -1 if the step is of no cache, no rank there, or of no slab.
         lane: index of the lane or thread; -1 if none.
         woken_ns: when the control thread woke for the turn of this step; 0 for a step of another thread.
         worker: the name of the worker that has recorded it, or whose engine has.
@@ -48,7 +48,7 @@ class Span(msgspec.Struct, frozen=True):
     stage: str
     instance: str
     room: str
-    pool: int
+    cache: int
     source_rank: int
     target_rank: int
     slab: int
@@ -171,7 +171,7 @@ def _span(record: Record) -> Span:
         stage=stage,
         instance=room.instance,
         room=room_name(room.room),
-        pool=room.pool,
+        cache=pair.cache if pair is not None else -1,
         source_rank=pair.source_rank if pair is not None else -1,
         target_rank=pair.target_rank if pair is not None else -1,
         slab=slab,

@@ -99,14 +99,14 @@ class StepLog:
     def told(self, message: ToEngine) -> None:
         """Record that an event or an answer was sent to the engine."""
         if isinstance(message, RoomEvent):
-            key = RoomKey(message.instance, message.room, message.pool)
+            key = RoomKey(message.instance, message.room)
             self._record(_EVENTS[message.kind], key, -1, Kind.SEND)
         elif isinstance(message, _ANSWERS) and self._asked is not None:
             self._record(f"send {type(message).__name__}", self._asked, -1, Kind.SEND)
 
     def of_engine(self, message: EngineSteps) -> None:
         """Record the steps of the engine's client, if the agent asks for them. Impossible ones are dropped."""
-        key = self._of_room(RoomKey(message.instance, message.room, message.pool)) if self._of_engines else None
+        key = self._of_room(RoomKey(message.instance, message.room)) if self._of_engines else None
         now_ns = time.monotonic_ns()
         for step in message.steps:
             # OpenTelemetry drops all spans of a request if one of them has a time that needs more than 64 bits.
@@ -124,12 +124,12 @@ class StepLog:
 
     def _room(self, message: ToAgent) -> RoomKey | None:
         if isinstance(message, Offer):
-            return RoomKey(self._instance, message.room, message.pool)
+            return RoomKey(self._instance, message.room)
         if isinstance(message, Receive | Ask):
-            return RoomKey(message.endpoint.instance, message.room, message.pool)
+            return RoomKey(message.endpoint.instance, message.room)
         if isinstance(message, Cancel):
             instance = message.instance if message.half is Half.TARGET else self._instance
-            return RoomKey(instance, message.room, message.pool)
+            return RoomKey(instance, message.room)
         return None
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:

@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from longshore_agent.control.engine_link import EngineListener, process_of, read_message
 from longshore_agent.errors import EngineClosedError, ListenError
@@ -37,12 +37,19 @@ REFUSED_KEPT_S = 600.0
 REFUSED_MAX = 64
 
 
-@dataclass(slots=True)
-class Refusal:
-    """The last refusal of an engine that no retry of its own ends."""
+class Refusal(NamedTuple):
+    """The last refusal of an engine that no retry of its own ends. `hello`: None without a valid one."""
 
     text: str
     last_s: float
+    hello: Hello | None
+
+    def was_before(self, hello: Hello) -> bool:
+        """Whether it was of the same rank at the same place, which was started again under another name since."""
+        if self.hello is None or self.hello.instance == hello.instance:
+            return False
+        one, other = ((each.host, each.device, each.roles, each.layout.parallel) for each in (self.hello, hello))
+        return bool(hello.host) and one == other
 
 
 class Callers:
@@ -79,9 +86,15 @@ class Callers:
         """Return who was refused lately, and why."""
         return tuple(each.text for each in self._refusals.values() if now_s - each.last_s < REFUSED_KEPT_S)
 
-    def taken(self, key: PeerId) -> None:
-        """Forget the refusal of an engine rank that has a worker now."""
-        self._refusals.pop(key.path, None)
+    def taken(self, hello: Hello) -> None:
+        """Forget the refusals of an engine rank that has a worker now, and of other instances for the same roles.
+
+        Whoever still wants to register tries again, and is refused again.
+        """
+        self._refusals.pop(PeerId.of(hello).path, None)
+        for key, each in list(self._refusals.items()):
+            if each.hello is not None and each.hello.instance != hello.instance and each.hello.roles == hello.roles:
+                del self._refusals[key]
 
     def turn_away(
         self,
@@ -113,12 +126,17 @@ class Callers:
                 return  # `longshore verify` says it
             key = PeerId.of(hello).path
             who = f"engine {key} ({' and '.join(half.label for half in hello.roles)})"
-            who += f" of host {hello.host}" if is_instance_name(hello.host) else ""
+            who += f" of host {hello.shown_host}" if hello.shown_host else ""
         else:
             key = who = process_of(connection).shown
+            hello = None
         known, shown = self._refusals.pop(key, None), f"{who} is refused: {text}"
+        if hello is not None:
+            # An engine that is started again and again has a new name each time.
+            for other in [name for name, each in self._refusals.items() if each.was_before(hello)]:
+                del self._refusals[other]
         now_s = time.monotonic()
-        self._refusals[key] = Refusal(shown, now_s)
+        self._refusals[key] = Refusal(shown, now_s, hello)
         while len(self._refusals) > REFUSED_MAX:
             del self._refusals[next(iter(self._refusals))]
         if known is None or known.text != shown or now_s - known.last_s >= REFUSED_KEPT_S:

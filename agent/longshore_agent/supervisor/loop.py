@@ -51,7 +51,7 @@ from longshore_agent.supervisor.pool_broker import PoolBroker
 from longshore_agent.supervisor.reception import Reception
 from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot
-from longshore_agent.supervisor.snapshots import Call, Snapshots
+from longshore_agent.supervisor.snapshots import Call, LeftWorkers, Snapshots
 from longshore_agent.supervisor.telemetry import Telemetry
 from longshore_spec.agent_config import AgentConfig, digests
 from longshore_spec.status import InstanceStatus, SelfTest, WorkerState
@@ -74,6 +74,7 @@ class Supervisor:
         self.settings = settings
         self.metrics = Metrics()
         self.snapshots = Snapshots(self._wake_up)
+        self._left = LeftWorkers()
         self._reception = Reception(settings, config)
         self._telemetry = Telemetry(settings, self.metrics, self._reception.version)
         self._config_digests = {} if config is None else digests(config)
@@ -218,7 +219,7 @@ class Supervisor:
                 slot.connection = None
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
-            self._callers.taken(slot.key)
+            self._callers.taken(slot.hello)
             slot.ready_s = slot.since_s
             slot.error = ""
             self._failures.pop(slot.key, None)
@@ -270,6 +271,8 @@ class Supervisor:
             )
             slot.connection = None
         slot.close()
+        if slot.last_snapshot is not None and not slots.is_test(slot.key):
+            self._left.add(slot.last_snapshot, tuple(half.label for half in slot.hello.roles), time.monotonic())
         self._pools.ended(slot.key)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
@@ -358,12 +361,14 @@ class Supervisor:
                     InstanceStatus.of(
                         self._endpoint(family),
                         tuple(half.label for half in family[0].hello.roles),
-                        {slot.key.rank: (slot.hello.device, slot.near) for slot in family},
+                        {slot.key.rank: (slot.hello.device, slot.near, slot.hello.shown_host) for slot in family},
                         replica.memory,
                     )
                     for replica, family in families.items()
                 ),
                 workers=tuple(slot.described(self._restarts.count(key)) for key, slot in self._slots.items()),
+                left=self._left.engines(now_s),
+                left_workers=self._left.snapshots(),
                 metrics=self.metrics.snapshot(),
             )
         )

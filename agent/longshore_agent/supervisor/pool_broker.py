@@ -39,18 +39,18 @@ class PoolBroker:
             if owner is not None and owner.state is WorkerState.READY:
                 owner.link.send(message)
             else:
-                sender.link.send(PoolRegion(message.owner, message.asker, message.pool, 0))
+                sender.link.send(PoolRegion(message.owner, message.asker, message.cache, 0))
         elif isinstance(message, PoolRegion):
             if asker := self._slots.get(message.asker):
                 if message.count:
-                    self._holders.give(message.owner, message.pool, message.asker)
+                    self._holders.give(message.owner, message.cache, message.asker)
                 asker.link.send(message, descriptor)
         elif isinstance(message, PoolGone):
             self._tell_gone(message)
-            if self._holders.take(message.owner, message.pool):
-                self._tell_unmapped(message.owner, message.pool)
-        elif self._holders.unmapped(message.owner, message.pool, sender.key):
-            self._tell_unmapped(message.owner, message.pool)
+            if self._holders.take(message.owner, message.cache):
+                self._tell_unmapped(message.owner, message.cache)
+        elif self._holders.unmapped(message.owner, message.cache, sender.key):
+            self._tell_unmapped(message.owner, message.cache)
 
     def writers(self, owner: PeerId) -> list[PeerId]:
         """Return the workers that may still write pages which an ended worker of `owner` had."""

@@ -163,6 +163,10 @@ def _shown(value: object) -> object:
     return value.name if isinstance(value, IntEnum) else value
 
 
+def _names(layout: KVLayout) -> str:
+    return ", ".join(cache.name for cache in layout.caches)
+
+
 def _check_siblings(instance: str, layout: KVLayout, sibling: KVLayout) -> None:
     """Raise LayoutError unless two ranks can be of one replica: peers plan for all of them from the layout of one."""
     shared = [
@@ -172,7 +176,10 @@ def _check_siblings(instance: str, layout: KVLayout, sibling: KVLayout) -> None:
     names = ["model", "page_size", "order", "stage_layers", "blob_bytes"]
     if layout.parallel.pp_rank == sibling.parallel.pp_rank:
         names.append("layer_range")
-    shared += [(name, getattr(layout, name), getattr(sibling, name)) for name in names]
+    shared.append(("caches", _names(layout), _names(sibling)))
+    for one, other in zip(layout.caches, sibling.caches, strict=False):
+        place = f"cache {one.name!r}: " if one.name != layout.name else ""
+        shared += [(f"{place}{name}", getattr(one, name), getattr(other, name)) for name in names]
     for field, found, wanted in shared:
         if found != wanted:
             raise LayoutError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from longshore_agent.control.engine_link import PeerProcess
-from longshore_agent.control.node_link import NodeLink, SnapshotPart
+from longshore_agent.control.node_link import LAST_SNAPSHOT, NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerSnapshot
 from longshore_agent.worker.config import WorkerConfig
@@ -51,6 +51,7 @@ class Slot:
     address: str = ""
     near: str = ""  # as of `Started`
     snapshot: WorkerSnapshot | None = None
+    last_snapshot: WorkerSnapshot | None = None  # sent at its end
     answered_s: float = field(default_factory=time.monotonic)
     error: str = ""
     _parts: dict[int, list[bytes]] = field(default_factory=dict)
@@ -77,6 +78,8 @@ class Slot:
             return False
         del self._parts[part.number]
         self.snapshot = msgspec.msgpack.decode(b"".join(parts), type=WorkerSnapshot)
+        if part.number == LAST_SNAPSHOT:
+            self.last_snapshot = self.snapshot
         self.answered_s = time.monotonic()
         return True
 
@@ -175,7 +178,7 @@ def is_test(key: PeerId) -> bool:
 def _for_tests(settings: Settings, hello: Hello) -> Settings:
     """Return the settings of a worker of a test instance, whose staging takes little memory of the pod or the GPU."""
     lane_bytes, ring_bytes = staging_of_tests(
-        settings.lane_bytes, settings.ring_bytes, hello.layout.rank_unit_bytes, on_gpu=hello.device != "cpu"
+        settings.lane_bytes, settings.ring_bytes, hello.layout.largest_unit_bytes, on_gpu=hello.device != "cpu"
     )
     least = small_slab_bytes(settings.slab_bytes_min, lane_bytes, ring_bytes)
     return dataclasses.replace(settings, lane_bytes=lane_bytes, ring_bytes=ring_bytes, slab_bytes_min=least)

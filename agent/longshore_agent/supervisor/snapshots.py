@@ -1,13 +1,18 @@
-"""Passes requests for snapshots from HTTP's threads to the supervisor's loop, and the answers back."""
+"""Passes requests for snapshots from HTTP's threads to the supervisor's loop, and the answers back. Keeps workers' last ones."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from longshore_agent.status.snapshot import AgentSnapshot
+import msgspec
+
+from longshore_agent.status.metrics import MetricsSnapshot
+from longshore_agent.status.snapshot import AgentSnapshot, WorkerSnapshot
+from longshore_spec.status import LEFT_LISTED_MAX, LeftEngine, LeftEngines
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 
@@ -15,6 +20,34 @@ from longshore_wire.errors import LongshoreError, Reason
 _ANSWER_LIMIT_S = 0.7
 # Above the time in which the loop may be busy with the start of a worker.
 _LOOP_LIMIT_S = 5.0
+
+
+class LeftWorkers:
+    """The last snapshots of workers whose engines have left, and the sums of all that ever did."""
+
+    def __init__(self) -> None:
+        self._sums = LeftEngines()
+        self._last: deque[tuple[LeftEngine, WorkerSnapshot, float]] = deque(maxlen=LEFT_LISTED_MAX)
+
+    def add(self, snapshot: WorkerSnapshot, roles: tuple[str, ...], now_s: float) -> None:
+        """Keep the last snapshot of a worker."""
+        value, sums = snapshot.metrics.value, self._sums
+        done, failed = (int(value("longshore_rooms_total", outcome=outcome)) for outcome in ("done", "failed"))
+        moved = sum(peer.bytes_moved for peer in snapshot.peers)
+        self._sums = LeftEngines(
+            sums.count + 1, sums.rooms_done + done, sums.rooms_failed + failed, sums.bytes_moved + moved
+        )
+        kept = msgspec.structs.replace(snapshot, rooms_open=0, rooms=(), metrics=MetricsSnapshot())
+        self._last.appendleft((LeftEngine(snapshot.worker, roles, 0.0, done, failed, moved), kept, now_s))
+
+    def engines(self, now_s: float) -> LeftEngines:
+        """Return what the status page says of them."""
+        last = tuple(msgspec.structs.replace(engine, left_s=now_s - since_s) for engine, _, since_s in self._last)
+        return msgspec.structs.replace(self._sums, last=last)
+
+    def snapshots(self) -> tuple[WorkerSnapshot, ...]:
+        """Return the last snapshots, of the newest first."""
+        return tuple(snapshot for _, snapshot, _ in self._last)
 
 
 class Call:

@@ -14,6 +14,7 @@ from longshore_agent.control.curve import read_ring
 from longshore_agent.control.engine_link import EngineLink
 from longshore_agent.control.liveness import LivenessProbes, Probed
 from longshore_agent.control.node_link import (
+    LAST_SNAPSHOT,
     AdoptEngine,
     Drain,
     EndpointKnown,
@@ -43,7 +44,7 @@ from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.polling import Polling
 from longshore_agent.worker.reporting import RoomReporter
-from longshore_agent.worker.status import encode_snapshot
+from longshore_agent.worker.status import encode_last_snapshot, encode_snapshot
 from longshore_wire.effects import (
     Dial,
     DrainWriter,
@@ -117,7 +118,7 @@ class Worker:
         self._health = WorkerHealth(settings, self.mover, target)
         self._gc_policy = GCPolicy(now_ns)
         self.requests = EngineRequests(
-            config.layout,
+            config.layout.caches,
             self.mover.resources.transport,
             source,
             target,
@@ -142,6 +143,8 @@ class Worker:
                     self._turn(ready, time.monotonic_ns())
                 except DeviceError as error:
                     self._device_failed(str(error), time.monotonic_ns())
+            for part in snapshot_parts(LAST_SNAPSHOT, encode_last_snapshot(self, time.monotonic_ns())):
+                self._link.send(part)
         finally:
             self._close()
 
@@ -178,7 +181,7 @@ class Worker:
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
                 if isinstance(peer_message, Claim) and self.source is not None:
-                    self.mover.claimed(self.source, peer, peer_message.pair.key)
+                    self.mover.claimed(self.source, peer, peer_message.pair)
             self._steps.handled(peer_message)
         if self.mover.ends.wake in ready:
             self.mover.collect()

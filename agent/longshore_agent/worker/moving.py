@@ -36,7 +36,7 @@ from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatt
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.names import UNKNOWN_WIRE, room_name
-from longshore_wire.peer_messages import PEER, Attach, PeerMessage, RoomKey
+from longshore_wire.peer_messages import PEER, Attach, PairKey, PeerMessage, RoomKey
 from longshore_wire.session import Session
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
@@ -170,12 +170,12 @@ class Mover:
             del self._drains[key]
         return over
 
-    def claimed(self, source: SourceSession, peer: PeerId, key: RoomKey) -> None:
+    def claimed(self, source: SourceSession, peer: PeerId, claimed: PairKey) -> None:
         """Prepare the neighbour's pool and pages of a direct claim, whose tokens may be offered later."""
-        room = source.rooms.get(key)
-        pair = room.pairs.get(peer) if room is not None and not room.failed else None
+        room = source.rooms.get(claimed.key)
+        pair = room.pairs.get((peer, claimed.cache)) if room is not None and not room.failed else None
         if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
-            self.neighbours.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
+            self.neighbours.expect(peer, pair.pair.cache, pair.target_pages, pair.grid.first_token)
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -200,8 +200,8 @@ class Mover:
         wire = known.wire if known is not None else UNKNOWN_WIRE
         slab = OutboundSlab(
             effect,
-            requests.pools[effect.pair.key.pool].kv_pool,
-            requests.tables[Half.SOURCE, effect.pair.key],
+            requests.pools[effect.pair.cache].kv_pool,
+            requests.tables[Half.SOURCE, effect.pair.key][effect.pair.cache],
             name,
             attach,
             # A notice has no place for digests.
@@ -218,8 +218,9 @@ class Mover:
         """Begin the life of a slab that has landed."""
         if self.failure:
             return
-        key = effect.pair.key
-        slab = InboundSlab(effect, requests.pools[key.pool].kv_pool, requests.tables[Half.TARGET, key], now_ns)
+        key, cache = effect.pair.key, effect.pair.cache
+        table = requests.tables[Half.TARGET, key][cache]
+        slab = InboundSlab(effect, requests.pools[cache].kv_pool, table, now_ns)
         self._track(Half.TARGET, slab)
         self._runner.receive(slab)
 

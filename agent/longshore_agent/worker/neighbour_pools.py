@@ -112,7 +112,7 @@ class NeighbourPools:
 
     def put(self, slab: OutboundSlab) -> None:
         """Begin the life of a slab once the target's pages are mapped here."""
-        key = (slab.effect.peer, slab.effect.pair.key.pool)
+        key = (slab.effect.peer, slab.effect.pair.cache)
         mapped = self._mapped.get(key)
         if mapped is not None:
             self._begin(slab, mapped)
@@ -143,16 +143,16 @@ class NeighbourPools:
     def obey(self, message: PoolMessage, descriptor: int | None, requests: EngineRequests) -> list[ToEngine]:
         """Handle a message of another worker of this node; return the answers to our engine that are due now."""
         if isinstance(message, PoolWanted):
-            pool = None if message.pool in requests.leaving else requests.pools.get(message.pool)
+            pool = None if message.cache in requests.leaving else requests.pools.get(message.cache)
             for shown in _shown(pool, message):
                 self._tell(*shown)
         elif isinstance(message, PoolRegion):
             handle = message.region if descriptor is None else descriptor
-            self.pool_given(message.owner, message.pool, message.index, message.count, handle)
+            self.pool_given(message.owner, message.cache, message.index, message.count, handle)
         elif isinstance(message, PoolGone):
-            self.pool_gone(message.owner, message.pool)
+            self.pool_gone(message.owner, message.cache)
         else:
-            return requests.free(message.pool)
+            return requests.free(message.cache)
         return []
 
     def report(self, requests: EngineRequests) -> None:
@@ -188,13 +188,13 @@ class NeighbourPools:
         if self._device is None or all(isinstance(handle, DeviceRegion) for handle in handles):
             found: Future[KVPool] = Future()
             try:
-                found.set_result(self._map(attach.layout, info.geometry, handles))
+                found.set_result(self._map(attach.layout.caches[number], info.geometry, handles))
             except PoolError as error:
                 found.set_exception(error)
             self._take(owner, number, found)
             return
         stop = threading.Event()
-        started = self._registrar.submit(self._map, attach.layout, info.geometry, handles, stop)
+        started = self._registrar.submit(self._map, attach.layout.caches[number], info.geometry, handles, stop)
         self._registering[owner, number] = _Registering(started, stop)
         started.add_done_callback(self._wake)
 
@@ -339,9 +339,9 @@ def _shown(pool: RegisteredPool | None, wanted: PoolWanted) -> Iterator[tuple[Po
     """Yield the regions of a pool, each with its file descriptor if any, for a worker that will write its pages."""
     if pool is None or not pool.kv_pool.sealed:
         # If the engine could truncate the memory, that would end the asking worker, too.
-        yield PoolRegion(wanted.owner, wanted.asker, wanted.pool, 0), None
+        yield PoolRegion(wanted.owner, wanted.asker, wanted.cache, 0), None
         return
     pool.shown = True
     for index, handle in enumerate(pool.handles):
         region, descriptor = (None, handle) if isinstance(handle, int) else (handle, None)
-        yield PoolRegion(wanted.owner, wanted.asker, wanted.pool, len(pool.handles), index, region), descriptor
+        yield PoolRegion(wanted.owner, wanted.asker, wanted.cache, len(pool.handles), index, region), descriptor

@@ -121,7 +121,6 @@ class RoomReporter:
             half=effect.half.label,
             instance=effect.key.instance,
             room=room_name(effect.key.room),
-            pool=effect.key.pool,
             opened_ns=effect.opened_ns,
             ended_ns=end.ended_ns,
             outcome=effect.outcome,
@@ -142,5 +141,5 @@ class RoomReporter:
 
 def _step(record: Record) -> StepReport:
     stage, key, slab, lane, start_ns, end_ns, kind, _ = record
-    source, target = (key.source_rank, key.target_rank) if isinstance(key, PairKey) else (-1, -1)
-    return StepReport(stage, kind.value, source, target, slab, lane, start_ns, end_ns)
+    source, target, cache = (key.source_rank, key.target_rank, key.cache) if isinstance(key, PairKey) else (-1, -1, -1)
+    return StepReport(stage, kind.value, source, target, cache, slab, lane, start_ns, end_ns)

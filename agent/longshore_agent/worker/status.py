@@ -19,6 +19,8 @@ from longshore_agent.status.metric_table import WIRES
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
+    LEFT_ROOMS_MAX,
+    LEFT_SPANS_MAX,
     OPEN_ROOMS_LISTED_MAX,
     SPANS_LISTED_MAX,
     WorkerSnapshot,
@@ -94,8 +96,20 @@ class DescribedWorker(Protocol):
     engine: EngineLink | None
 
 
+def encode_last_snapshot(worker: DescribedWorker, now_ns: int) -> bytes:
+    """Return the encoded WorkerSnapshot that the supervisor keeps after the worker's end: its last rooms and spans."""
+    found = _snapshot(worker, None, now_ns)
+    spans, ended = worker.spans.newest(limit=LEFT_SPANS_MAX), found.ended[:LEFT_ROOMS_MAX]
+    cut = len(worker.spans) > len(spans) or worker.spans.lost_ns >= 0
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, ended=ended, spans=spans, spans_cut=cut))
+
+
 def encode_snapshot(worker: DescribedWorker, name: str | None, now_ns: int) -> bytes:
     """Return an encoded WorkerSnapshot, with the spans of the room of this name."""
+    return msgspec.msgpack.encode(_snapshot(worker, name, now_ns))
+
+
+def _snapshot(worker: DescribedWorker, name: str | None, now_ns: int) -> WorkerSnapshot:
     room = _numbered(worker, name)
     _count(worker)
     config = worker.config
@@ -104,7 +118,7 @@ def encode_snapshot(worker: DescribedWorker, name: str | None, now_ns: int) -> b
     ring = worker.target.granter.ring if worker.target is not None else None
     ports = _data_ports(worker)
     spans = worker.spans.of_room(room, limit=SPANS_LISTED_MAX + 1) if room is not None else ()
-    snapshot = WorkerSnapshot(
+    return WorkerSnapshot(
         worker=config.name,
         pid=os.getpid(),
         epoch=str(config.epoch),
@@ -130,7 +144,6 @@ def encode_snapshot(worker: DescribedWorker, name: str | None, now_ns: int) -> b
         spans_cut=len(spans) > SPANS_LISTED_MAX or _lost_spans(worker, room),
         metrics=worker.metrics.snapshot(),
     )
-    return msgspec.msgpack.encode(snapshot)
 
 
 def _count(worker: DescribedWorker) -> None:
@@ -181,6 +194,7 @@ def _count_ring(metrics: Metrics, granter: Granter) -> None:
     metrics.set("longshore_ring_held_bytes", ring.held_bytes)
     metrics.advance("longshore_ring_rounds_total", ring.rounds)
     metrics.advance("longshore_credit_waits_total", granter.credit_waits)
+    metrics.advance("longshore_credit_wait_seconds_total", granter.credit_wait_ns / 1e9)
 
 
 def _count_refused(metrics: Metrics, counters: Mapping[str, int]) -> None:
@@ -303,8 +317,14 @@ def _asked(session: Session, room: int | None) -> Iterable[tuple[RoomKey, Ended]
 def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_source_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open"
-    wanted = max((pair.grid.end_token - pair.grid.first_token for pair in room.pairs.values()), default=0)
-    done = min((pair.acked_count * pair.grid.slab_tokens for pair in room.pairs.values()), default=0)
+    moving = [pair for pair in room.pairs.values() if pair.states]
+    wanted = max((pair.grid.end_token - pair.grid.first_token for pair in moving), default=0)
+    # Caches may have prefixes of different lengths: what is left of the slowest counts.
+    left = max(
+        (pair.grid.end_token - pair.grid.first_token - pair.acked_count * pair.grid.slab_tokens for pair in moving),
+        default=0,
+    )
+    done = wanted - max(left, 0)
     return _status(
         Half.SOURCE,
         room.key,
@@ -323,7 +343,9 @@ def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
 def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open" if room.unfinished else "done"
-    done = min((pair.done_tokens for pair in room.pairs.values() if pair.route is not None), default=0)
+    wanted = max(each.end_token - each.first_token for each in room.caches)
+    moving = [(pair, room.caches[pair.pair.cache]) for pair in room.pairs.values() if pair.route is not None]
+    left = max((each.end_token - each.first_token - pair.done_tokens for pair, each in moving), default=wanted)
     return _status(
         half,
         room.key,
@@ -331,9 +353,9 @@ def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
         pairs,
         room.reason,
         room.text,
-        wanted=room.end_token - room.first_token,
-        done=done,
-        total=room.end_token,
+        wanted=wanted,
+        done=wanted - left,
+        total=max(each.end_token for each in room.caches),
         moved_bytes=room.bytes_moved,
         age_s=(now_ns - room.opened_ns) / 1e9,
     )
@@ -356,7 +378,6 @@ def _status(
     return RoomStatus(
         room=room_name(key.room),
         instance=key.instance,
-        pool=key.pool,
         half=half.label,
         state=state,
         ways=tuple(sorted({pair.way for pair in pairs} - {_NO_WAY})),

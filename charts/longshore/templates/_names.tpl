@@ -1,7 +1,15 @@
 {{- define "longshore.name" -}}
-{{- if contains "longshore" .Release.Name }}{{ .Release.Name }}-operator{{ else }}{{ .Release.Name }}-longshore-operator{{ end -}}
+{{- $name := .Values.nameOverride | default "longshore" }}
+{{- $full := contains $name .Release.Name | ternary (printf "%s-operator" .Release.Name) (printf "%s-%s-operator" .Release.Name $name) }}
+{{- .Values.fullnameOverride | default $full -}}
 {{- end }}
 
+{{- define "longshore.account" -}}
+{{- if eq (toString (.Values.serviceAccount).create) "false" }}{{ (.Values.serviceAccount).name | default "default" }}
+{{- else }}{{ (.Values.serviceAccount).name | default (include "longshore.name" .) }}{{ end -}}
+{{- end }}
+
+{{- /* `check`, the alerts and the PodMonitor select by these, so that no value changes them. */ -}}
 {{- define "longshore.selector" -}}
 app.kubernetes.io/name: longshore-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -16,9 +24,28 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{- /* Labels and annotations of an object's metadata. Give the chart's context, or a dict of it as root, labels that replace
+the chart's, further labels that do not, and annotations. */ -}}
+{{- define "longshore.about" -}}
+{{- $root := .root | default . -}}
+labels: {{- merge dict (.labels | default dict) (include "longshore.labels" $root | fromYaml) (.further | default dict) ($root.Values.commonLabels | default dict) | toYaml | nindent 2 }}
+{{- with merge dict (.annotations | default dict) ($root.Values.commonAnnotations | default dict) }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- define "longshore.image" -}}
-{{- if .Values.image.digest }}{{ .Values.image.repository }}@{{ .Values.image.digest }}
-{{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
+{{- include "longshore.reference" (merge dict .Values.image (dict "tag" .Chart.AppVersion)) -}}
+{{- end }}
+
+{{- /* The value agent.image is a text, or has the fields of image. */ -}}
+{{- define "longshore.agentImage" -}}
+{{- $image := .Values.agent.image }}
+{{- if kindIs "map" $image }}{{ include "longshore.reference" (merge dict $image (dict "repository" "longshore-agent" "tag" .Chart.AppVersion)) }}{{ else }}{{ $image }}{{ end -}}
+{{- end }}
+
+{{- define "longshore.reference" -}}
+{{- with .registry }}{{ . }}/{{ end }}{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end -}}
 {{- end }}
 
 {{- /* Not empty if the CRD exists and belongs to another release or to none. Helm would refuse to install over it. */ -}}
@@ -29,25 +56,35 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{- define "longshore.allow" -}}
-{{- $names := list }}
-{{- range $value, $name := dict "image" "image" "hostNetwork" "hostNetwork" "hostIPC" "hostIPC" "noNetworkPolicy" "networkPolicy" }}
-{{- if index ($.Values.allow | default dict) $value }}{{ $names = append $names $name }}{{ end }}
+{{- /* What all pods of the chart have. OpenShift gives the user. */ -}}
+{{- define "longshore.pod" -}}
+enableServiceLinks: false
+{{- $usual := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- if not (.Values.openshift).enabled }}{{ $usual = merge $usual (dict "runAsUser" 10001 "runAsGroup" 10001) }}{{ end }}
+{{- range $name, $value := .Values.securityContext }}{{ $_ := set $usual $name $value }}{{ end }}
+securityContext: {{- toYaml $usual | nindent 2 }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . }}
 {{- end }}
-{{- join "," $names }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{- define "longshore.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-
-{{- define "longshore.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{- /* What all containers of the chart have. */ -}}
+{{- define "longshore.container" -}}
+image: {{ include "longshore.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+resources: {{- toYaml .Values.resources | nindent 2 }}
+{{- $usual := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+{{- range $name, $value := .Values.containerSecurityContext }}{{ $_ := set $usual $name $value }}{{ end }}
+securityContext: {{- toYaml $usual | nindent 2 }}
 {{- end }}
 
 {{- define "longshore.rules" -}}

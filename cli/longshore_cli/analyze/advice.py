@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from longshore_cli.analyze.findings import By, Finding, warning
 from longshore_cli.analyze.sizes import GPU, RingSizes, Sizes, variables
 from longshore_spec import names
-from longshore_spec.agent_config import Attention, Backend, Target, opens_data_ports
+from longshore_spec.agent_config import Backend, Target, opens_data_ports
 from longshore_spec.manifest import Spec, UpdateType
 from longshore_spec.node_groups import groups
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
@@ -66,12 +66,6 @@ def _gpus(spec: Spec, found: Sizes) -> Iterator[Finding]:
     where = "rooms between GPUs of two agents are refused" + (", and the selectors leave no other" if apart else "")
     if on_gpus and spec.transfer.staging is Staging.NEVER:
         yield warning(By.AGENTS, "spec.transfer.staging", f"it is Never: {where}; set it to Auto")
-    elif on_gpus and spec.model.attention is Attention.MLA:
-        yield warning(
-            By.AGENTS,
-            "spec.model.attention",
-            f"it is MLA: {where}; put both engines on one node, or their pages on CPUs",
-        )
     mixed = found.devices[names.PREFILL] == GPU and spec.decode.target is Target.HOST
     if mixed and spec.transfer.backend is Backend.MOONCAKE:
         yield warning(

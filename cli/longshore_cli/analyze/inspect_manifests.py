@@ -15,7 +15,7 @@ from longshore_cli.analyze.changes import Effect, effects
 from longshore_cli.analyze.findings import By, Finding, Severity, error
 from longshore_cli.analyze.sizes import Sizes, device_of, sizes
 from longshore_cli.documents import Document
-from longshore_spec import agent_pods, manifest, names
+from longshore_spec import agent_pods, manifest, names, permission
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.manifest import DisaggDeployment
 from longshore_wire.crossover import Crossover
@@ -29,6 +29,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         place: the file and line of its document.
         sizes: None for an invalid deployment.
         changes: None if no running deployment was given, or there is none of this name.
+        needs: the chart's values that must allow what the deployment uses.
     """
 
     namespace: str
@@ -37,6 +38,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     findings: tuple[Finding, ...]
     sizes: Sizes | None = None
     changes: tuple[Effect, ...] | None = None
+    needs: tuple[str, ...] = ()
 
     @property
     def error_count(self) -> int:
@@ -81,8 +83,15 @@ def inspect(document: Document, running: Document | None, options: Options) -> A
         before = _read(running)[0]
         changes = None if before is None else tuple(effects(before, read))
         findings += _unknown_before(before, running)
+    needs = () if read is None else tuple(dict.fromkeys(ask.chart_value for ask in permission.asks(read.spec)))
     return Analysis(
-        namespace=namespace, name=name, place=document.place, findings=tuple(findings), sizes=found, changes=changes
+        namespace=namespace,
+        name=name,
+        place=document.place,
+        findings=tuple(findings),
+        sizes=found,
+        changes=changes,
+        needs=needs,
     )
 
 

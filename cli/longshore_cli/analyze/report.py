@@ -39,6 +39,8 @@ def _deployment(analysis: Analysis) -> Iterator[str]:
     for finding in analysis.findings:
         refuses = f"the {finding.by.value} refuses it: " if finding.severity is Severity.ERROR else ""
         yield f"  {finding.severity.value} {finding.path}: {refuses}{finding.message}"
+    if analysis.needs:
+        yield f"  It needs the administrator's permission by these values of the chart: {'; '.join(analysis.needs)}"
     if analysis.sizes is not None:
         yield from _sizes(analysis.sizes)
     if analysis.changes is not None:

@@ -6,21 +6,14 @@ The only file that imports the CEL library, and only to evaluate a rule: other c
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from longshore_spec.quantity import QuantityError, parse_number
+
 if TYPE_CHECKING:
     import celpy
-
-_FACTORS: dict[str, int | Fraction] = {
-    "": 1,
-    **{suffix: Fraction(1, 1000**power) for power, suffix in enumerate(("m", "u", "n"), 1)},
-    **{suffix: 1000**power for power, suffix in enumerate("kMGTPE", 1)},
-    **{f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", 1)},
-}
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)([A-Za-z]{0,2})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +44,17 @@ def _program(rule: str) -> celpy.Runner:
     from celpy.evaluation import CELEvalError
 
     def quantity(text: object) -> _Quantity:
-        match = _QUANTITY.fullmatch(str(text))
-        if match is None or match[2] not in _FACTORS:
-            raise CELEvalError(f"{text} is not a quantity")
-        return _Quantity(Fraction(match[1]) * _FACTORS[match[2]])
+        try:
+            return _Quantity(parse_number(str(text)))
+        except QuantityError as error:
+            raise CELEvalError(str(error)) from error
+
+    def is_quantity(text: object) -> celtypes.BoolType:
+        try:
+            parse_number(str(text))
+        except QuantityError:
+            return celtypes.BoolType(False)
+        return celtypes.BoolType(True)
 
     def compare_to(one: _Quantity, other: _Quantity) -> celtypes.IntType:
         return celtypes.IntType((one.value > other.value) - (one.value < other.value))
@@ -64,6 +64,7 @@ def _program(rule: str) -> celpy.Runner:
 
     functions: dict[str, Any] = {
         "quantity": quantity,
+        "isQuantity": is_quantity,
         "compareTo": compare_to,
         "asApproximateFloat": as_approximate_float,
     }

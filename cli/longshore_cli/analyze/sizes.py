@@ -230,9 +230,6 @@ def _planned(
     target_on_gpu = devices[names.DECODE] == GPU and config.decode.target is Target.DEVICE
     places = {"in_place": devices[names.PREFILL] == CPU, "target_in_place": not target_on_gpu}
     far = Reach.of(asked, near=False, **places)
-    # MLA is never staged, so that the planner has no plan for Always; agents refuse its rooms between GPUs.
-    if config.model.attention.value == "MLA" and far.staging is Staging.ALWAYS:
-        far = far._replace(staging=asked)
     wires = tuple(wire.value for wire in config.transfer.wires) or _HOST_WIRES + (
         _GPU_WIRES if GPU in devices.values() else ()
     )
@@ -246,7 +243,7 @@ def _planned(
         )
         for wire in wires if between == _FAR else ("",):
             over = (config.transfer.backend.value, wire)
-            choice = expected_way(pair, reach, table, over, attention=config.model.shape.attention)
+            choice = expected_way(pair, reach, table, over)
             found.setdefault((between, Choice(choice.way, choice.why)), []).append(wire)
     ways = tuple(
         WayOf(between, tuple(filter(None, given)), _word(choice.way), choice.why.label, _meaning(choice, config))
@@ -275,7 +272,6 @@ def _meaning(choice: Choice, config: AgentConfig) -> str:
     return {
         Why.STAGING: staging,
         Why.NEAR: "one copy from pages to pages",
-        Why.LATENT: "an MLA cache has no heads to split",
         Why.NO_RING: "the ring takes no slab of this pair",
         Why.MEASURED: "measured to be faster",
         Why.DEFAULT: "both sides cut pages alike"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from longshore_cli.check import before, conditions, definition, operators, pages, pods
-from longshore_cli.check.lines import Line, error, unread, warning
+from longshore_cli.check.lines import Line, State, error, unread, warning
 from longshore_cli.check.operators import Lease
 from longshore_cli.check.pages import Reached
-from longshore_cli.cluster import AgentPod, MissingError
+from longshore_cli.cluster import AgentPod, DeniedError, MissingError
 from longshore_cli.operator_deployments import Operator
 from longshore_spec import names
 
@@ -24,7 +24,7 @@ class After(NamedTuple):
         leases: by namespace and name.
         pods: of agents of all deployments.
         reached: those that run, with their pages.
-        warnings: by namespace, the newest warning event by uid of a pod and by name of another object.
+        warnings: by namespace, the newest warning event by uid of a pod and by name of a DaemonSet.
     """
 
     version: Body | Exception
@@ -76,11 +76,20 @@ def lines(found: After, where: str, own: str) -> list[Line]:
 def _deployment(found: After, body: Body, agents: Sequence[AgentPod], version_of: str) -> list[Line]:
     subject = before.subject(body)
     section = str(subject)
-    said = conditions.lines(section, body, paused=subject.spec is not None and subject.spec.paused)
+    paused = subject.spec is not None and subject.spec.paused
     if isinstance(found.pods, Exception):
-        return [*said, unread(section, "pods", found.pods)]
-    said += pods.lines(section, body, agents, found.warnings.get(subject.namespace, {}))
-    reached = [one for one in found.reached if one.agent in agents]
+        return [*conditions.lines(section, body, paused=paused), unread(section, "pods", found.pods)]
+    reached = [one for one in found.reached if one.agent in agents and not _repeats(one)]
+    judged = reached if subject.spec is not None else []
+    unready = {one.agent.name for one in judged if not isinstance(one.page, Exception) and one.page.unready}
+    said = pods.lines(section, body, agents, found.warnings.get(subject.namespace, {}), unready)
+    told = bool(unready) or any(line.state is State.ERROR and line.check in {"images", "pods"} for line in said)
     if subject.spec is not None and reached:
         said += pages.lines(section, subject.spec, reached, version_of)
-    return said
+    codes = {finding.code for one in judged if not isinstance(one.page, Exception) for finding in one.page.findings}
+    return [*conditions.lines(section, body, paused=paused, told=told, codes=codes), *said]
+
+
+def _repeats(one: Reached) -> bool:
+    """Whether a page cannot be read because its pod is not ready, as the line on pods says."""
+    return isinstance(one.page, Exception) and not isinstance(one.page, DeniedError) and not one.agent.ready

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from longshore_cli import cluster
+from longshore_cli import cluster, waiting
 from longshore_cli.arguments import ArgumentsError
 from longshore_cli.check import after, before, reading
 from longshore_cli.check.before import Subject
@@ -17,6 +18,9 @@ from longshore_cli.documents import Found, read
 from longshore_cli.operator_deployments import NAMESPACE
 from longshore_spec import distribution, manifest, names
 from longshore_wire.errors import ConfigError
+
+# Between two checks with --wait. One of 1,000 agents takes seconds.
+_WAIT_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-A", "--all-namespaces", action="store_true", help="check the deployments of all namespaces")
     cluster.add_arguments(parser)
     parser.add_argument("--strict", action="store_true", help="fail on warnings, too")
+    waiting.add_argument(parser, "nothing fails")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
 
 
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = None if arguments.file is None else _documents(arguments.file)
     try:
         with Cluster.connect(arguments) as found:
-            lines = _before(found, files, arguments) if arguments.pre else _after(found, arguments)
+            lines = _before(found, files, arguments) if arguments.pre else _waited(found, arguments)
     except ClusterError as fault:
         lines = [error("cluster", "connection", str(fault), "correct what the message names", before.PAGE)]
     if arguments.output == "json":
@@ -59,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.pre and (arguments.deployment or arguments.all_namespaces):
         raise ArgumentsError("--pre checks manifests or a namespace: leave out NAME and -A, or --pre")
+    if arguments.pre and arguments.wait:
+        raise ArgumentsError("--pre checks what does not change by itself: leave out --wait, or --pre")
     if arguments.file and not arguments.pre:
         raise ArgumentsError("-f is for manifests that are not applied yet: give --pre, or leave it out")
     if arguments.all_namespaces and (arguments.deployment or arguments.namespace):
@@ -101,6 +108,15 @@ def _before(found: Cluster, files: list[Subject] | None, arguments: argparse.Nam
         found, given, arguments.mode, arguments.operator_namespace, distribution.installed_version()
     )
     return before.lines(answers)
+
+
+def _waited(found: Cluster, arguments: argparse.Namespace) -> list[Line]:
+    def trouble(lines: list[Line]) -> str:
+        bad = (f"{line.section}: {line.message}" for line in lines if failed([line], strict=arguments.strict))
+        return next(bad, "")
+
+    until_s = time.monotonic() + arguments.wait
+    return waiting.until_well(lambda: _after(found, arguments), trouble, until_s, _WAIT_EVERY_S)
 
 
 def _after(found: Cluster, arguments: argparse.Namespace) -> list[Line]:

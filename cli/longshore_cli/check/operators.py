@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from longshore_cli.check.lines import Line, error, ok, unread, warning
+from longshore_cli.check.lines import Line, State, error, ok, unread, warning
 from longshore_cli.operator_deployments import Operator
 
 _SECTION = "operator"
@@ -51,10 +51,12 @@ def lines(
             said.append(error(_SECTION, "operator", f"no operator serves {where}{others}", way_out, _INSTALL))
     for operator in found:
         if any(operator.serves(namespace) for namespace in namespaces):
-            said += [_available(operator), _version(operator, release)]
-            # Without a replica nobody can hold it.
-            if _replicas(operator):
-                said.append(_lease(operator, leases[operator.namespace, operator.lease]))
+            available = _available(operator)
+            lease = _lease(operator, leases[operator.namespace, operator.lease])
+            said += [available, _version(operator, release)]
+            # Without an available replica nobody can hold it.
+            if available.state is not State.ERROR or (lease.state is not State.ERROR and _replicas(operator)):
+                said.append(lease)
     return said
 
 
@@ -76,7 +78,9 @@ def _available(operator: Operator) -> Line:
     if available >= wanted and is_up:
         return ok(_SECTION, "available", text)
     reasons = [told[name].get("message", "") for name in ("ReplicaFailure", "Available", "Progressing") if name in told]
-    way_out = f"kubectl -n {operator.namespace} describe pods -l app.kubernetes.io/name=longshore-operator"
+    # With a quota, for example, there is no pod that could tell.
+    kind = "replicasets" if "ReplicaFailure" in told else "pods"
+    way_out = f"kubectl -n {operator.namespace} describe {kind} -l app.kubernetes.io/name=longshore-operator"
     make = warning if available else error
     cause = next(filter(None, reasons), "")
     return make(_SECTION, "available", f"{text}{f': {cause}' if cause else ''}", way_out, _LEADING)

@@ -26,6 +26,7 @@ _CHECKS = {
     Subject.ACCEPTING: "readyz",
     Subject.SELF_TEST: "readyz",
     Subject.WORKERS: "workers",
+    Subject.ENGINES: "engines",
     Subject.PEERS: "peers",
     Subject.WIRES: "wires",
     Subject.DIGESTS: "digests",
@@ -106,6 +107,7 @@ def _all_well(section: str, spec: Spec, answers: Answers, workers: Sequence[_Wor
     """Yield the lines of all checks of findings, as they are without any."""
     yield ok(section, "readyz", f"{count(len(answers), 'agent')} passed the self-test and take engines")
     yield ok(section, "workers", f"{count(len(workers), 'worker')} serve engines, and none was restarted lately")
+    yield ok(section, "engines", "no engine was refused lately")
     pairs = sum(len(one.body.peers) for one in workers)
     yield ok(section, "peers", f"none of {count(pairs, 'end')} of links is lost or refused")
     yield ok(section, "digests", "no digests differed")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from longshore_cli.check import conditions
 from longshore_cli.check.lines import Line, error, ok, some, warning
 from longshore_cli.cluster import AgentPod
 from longshore_cli.words import count
+from longshore_spec import names
 
 _AGENTS = "docs/runbooks.md#longshoreagentnotready"
 _STARTS = "docs/troubleshooting.md#the-agent-does-not-start"
@@ -23,15 +25,23 @@ _CAUSE_MAX = 300
 Body = dict[str, Any]
 
 
-def lines(section: str, deployment: Body, agents: Sequence[AgentPod], warnings: Mapping[str, str]) -> list[Line]:
+def lines(
+    section: str,
+    deployment: Body,
+    agents: Sequence[AgentPod],
+    warnings: Mapping[str, str],
+    explained: Collection[str] = (),
+) -> list[Line]:
     """Return what is said of a deployment's pods.
 
     Args:
         warnings: the newest warning event on each pod that is not ready and on each DaemonSet, by uid of the first, and by
             name of the second.
+        explained: names of pods whose own pages say why they are not ready.
     """
     namespace = deployment["metadata"]["namespace"]
-    said = [_images(section, namespace, agents), _ready(section, deployment, agents, warnings)]
+    explained = {*explained, *(agent.name for agent in agents if _image_trouble(agent))}
+    said = [_images(section, namespace, agents), _ready(section, deployment, agents, warnings, explained)]
     said += [_restarts(section, namespace, agents), _keys(section, deployment, agents)]
     return [line for line in said if line is not None]
 
@@ -67,34 +77,50 @@ def _images(section: str, namespace: str, agents: Sequence[AgentPod]) -> Line | 
     return ok(section, "images", f"{there} of {count(len(agents), 'pod')} have got their images") if there else None
 
 
-def _ready(section: str, deployment: Body, agents: Sequence[AgentPod], warnings: Mapping[str, str]) -> Line:
-    status = deployment.get("status") or {}
+def _ready(
+    section: str, deployment: Body, agents: Sequence[AgentPod], warnings: Mapping[str, str], explained: Collection[str]
+) -> Line | None:
+    """Return the line on pods that are missing or not ready; None: another line has the cause."""
+    status, name = deployment.get("status") or {}, deployment["metadata"]["name"]
     desired = (status.get("agents") or {}).get("desired", len(agents))
     ready = sum(agent.ready for agent in agents)
     text = f"{ready} of {count(desired, 'agent')} are ready"
-    causes = [f"{agent.node or agent.name}: {_cause(agent, warnings)}" for agent in agents if not agent.ready]
-    if len(agents) < desired:
-        owners = [
-            words for name, words in warnings.items() if name.startswith(f"{deployment['metadata']['name']}-agent")
-        ]
-        causes.append(f"{desired - len(agents)} without a pod{f' ({some(owners)})' if owners else ''}")
-    if not causes and ready:
+    reason = conditions.why(deployment, "AgentsReady")
+    waiting = [agent for agent in agents if not agent.ready and agent.name not in explained]
+    # Any other reason says why there are no pods.
+    missing = max(0, desired - len(agents)) if reason in {"", *conditions.OF_PODS} else 0
+    if agents and ready == len(agents) >= desired:
         return ok(section, "pods", text)
-    if not causes:
+    if not waiting and not missing:
+        # Without conditions no operator has looked yet, as their line says.
+        if agents or reason or not status.get("conditions"):
+            return None
         return error(
             section, "pods", "there is no agent", "see AgentsReady", "docs/reference/conditions.md#agentsready"
         )
-    way_out = f"kubectl -n {deployment['metadata']['namespace']} describe pods -l longshore.dev/deployment={deployment['metadata']['name']}"
-    return error(section, "pods", f"{text}: {some(causes)}", way_out, _AGENTS)
+    causes = [next(_causes(agent, warnings), "") for agent in waiting]
+    sets = (f"{name}-agent", *(f"{name}-agent-{role}" for role in names.ROLES))
+    owners = [_cut(warnings[each]) for each in sets if each in warnings]
+    if reason == "AgentsNotReady" and not explained and not any(causes) and not owners:
+        return None
+    said = [
+        f"{agent.node or agent.name}: {_cut(cause or _phase(agent))}"
+        for agent, cause in zip(waiting, causes, strict=True)
+    ]
+    ways_out = [f"describe pods -l {names.DEPLOYMENT_LABEL}={name}"] if waiting else []
+    if missing:
+        said.append(f"{missing} without a pod{f' ({some(owners)})' if owners else ''}")
+        ways_out.append(f"describe daemonsets -l {names.DEPLOYMENT_LABEL}={name}")
+    way_out = "; ".join(f"kubectl -n {deployment['metadata']['namespace']} {each}" for each in ways_out)
+    return error(section, "pods", f"{text}: {some(said)}", way_out, _AGENTS)
 
 
-def _cause(agent: AgentPod, warnings: Mapping[str, str]) -> str:
-    return next((_cut(cause) for cause in _causes(agent, warnings) if cause), "not ready")
+def _phase(agent: AgentPod) -> str:
+    return str(agent.body.get("status", {}).get("phase") or "not ready")
 
 
 def _causes(agent: AgentPod, warnings: Mapping[str, str]) -> Iterator[str]:
     """Yield what is known of a pod that is not ready, the most exact first."""
-    yield _image_trouble(agent)
     for container in _containers(agent):
         waiting = container.get("state", {}).get("waiting") or {}
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
@@ -105,21 +131,22 @@ def _causes(agent: AgentPod, warnings: Mapping[str, str]) -> Iterator[str]:
     for condition in agent.body.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             yield f"{condition.get('reason', '')}: {condition.get('message', '')}"
-    yield warnings.get(agent.body["metadata"]["uid"], "")
-    yield str(agent.body.get("status", {}).get("phase", ""))
+    if told := warnings.get(agent.body["metadata"]["uid"], ""):
+        yield told
 
 
 def _restarts(section: str, namespace: str, agents: Sequence[AgentPod]) -> Line | None:
-    found = []
+    found, first = [], ""
     for agent in agents:
         for container in _containers(agent):
             if number := container.get("restartCount", 0):
                 last = container.get("lastState", {}).get("terminated") or {}
                 why = f", last: {last['reason']} ({last.get('exitCode')})" if last.get("reason") else ""
+                first = first or f"{agent.name} -c {container['name']}"
                 found.append(f"{container['name']} on {agent.node} {count(number, 'time')}{why}")
     if not found:
         return ok(section, "restarts", "no container of an agent was restarted") if agents else None
-    way_out = f"kubectl -n {namespace} logs POD -c agent --previous; OOMKilled: raise the memory of agents.resources"
+    way_out = f"kubectl -n {namespace} logs {first} --previous; OOMKilled: raise the memory of agents.resources"
     return warning(section, "restarts", f"containers were restarted: {some(found)}", way_out, _STARTS)
 
 

@@ -114,7 +114,7 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
     installed = found.result()
     serving = () if isinstance(installed, Exception) else installed
     there = () if isinstance(pods, Exception) else pods
-    running = [pod for pod in there if pod.body.get("status", {}).get("phase") == "Running" and pod.port]
+    running = [pod for pod in there if pod.port and runs(pod)]
     asked = agents.answers([cluster.pages(pod) for pod in running], _status, agents.PAGES_LIMIT_S)
     return After(
         version=version,
@@ -235,6 +235,17 @@ def _pod(host: Body) -> Body:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "longshore-check-"}, "spec": spec}
 
 
+def runs(pod: AgentPod) -> bool:
+    """Whether an agent's container runs. One that waits for its next start has no pages."""
+    status = pod.body.get("status", {})
+    states = [
+        each.get("state") or {}
+        for each in status.get("containerStatuses") or ()
+        if each["name"] == names.AGENT_CONTAINER
+    ]
+    return status.get("phase") == "Running" and not any({"waiting", "terminated"} & state.keys() for state in states)
+
+
 def _status(agent: AgentPages) -> Report:
     return report_of(agent.name, agent.status())
 
@@ -250,7 +261,7 @@ def _troubled(deployments: Sequence[Body] | Exception, pods: Iterable[AgentPod])
 
 
 def _warnings(cluster: Cluster, namespace: str) -> dict[str, str]:
-    """Return the newest warning about each object that may be a cause; empty if they may not be read, since they only explain."""
+    """Return the newest warning about each pod and DaemonSet; empty if they may not be read, since they only explain."""
     found = tried(
         lambda: cluster.listed(f"{_CORE}/namespaces/{quote(namespace)}/events", {"fieldSelector": "type=Warning"})
     )
@@ -260,6 +271,8 @@ def _warnings(cluster: Cluster, namespace: str) -> dict[str, str]:
     causes = [event for event in found if event.get("reason") not in names.HARMLESS_WARNINGS]
     for event in sorted(causes, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")):
         about = event.get("involvedObject", {})
-        key = about.get("uid", "") if about.get("kind") == "Pod" else about.get("name", "")
-        newest[key] = f"{event.get('reason', '')}: {event.get('message', '')}"
+        # A Service may have a DaemonSet's name.
+        key = {"Pod": about.get("uid"), "DaemonSet": about.get("name")}.get(about.get("kind"))
+        if key:
+            newest[key] = f"{event.get('reason', '')}: {event.get('message', '')}"
     return newest

@@ -39,7 +39,7 @@ class Step(NamedTuple):
         process: such as `prefill worker 0`; the number is the rank.
         thread: the lane or thread of the process.
         kind: WAIT: nothing of the room ran.
-        source_rank, target_rank, slab: -1 if none.
+        source_rank, target_rank, slab, cache: -1 if none. Slabs are counted by cache.
     """
 
     worker: str
@@ -52,6 +52,7 @@ class Step(NamedTuple):
     source_rank: int = -1
     target_rank: int = -1
     slab: int = -1
+    cache: int = -1
 
 
 class Gap(NamedTuple):
@@ -138,7 +139,7 @@ def arrows(steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
     """Yield indexes of the steps that sent a message and of those that handled it."""
     sent: dict[tuple[object, ...], list[int]] = {}
     for index, step in enumerate(steps):
-        ranks = (step.source_rank, step.target_rank, step.slab)
+        ranks = (step.source_rank, step.target_rank, step.cache, step.slab)
         if step.kind == SEND:
             name = step.name.removeprefix("send ")
             # A message of a pair of ranks is for the peer, others are for the engine.
@@ -158,7 +159,8 @@ def _step(span: Mapping[str, Any], labels: Mapping[str, tuple[str, str]], shift_
     engine_label, worker_label = labels.get(worker, (f"engine of {worker}", f"worker {worker}"))
     process = engine_label if kind in {CALL, WAIT} else worker_label
     start_ns, end_ns, woken_ns = (int(span[field]) for field in ("start_ns", "end_ns", "woken_ns"))
-    ranks = span["source_rank"], span["target_rank"], span["slab"]
+    # An agent of an earlier release names no cache.
+    ranks = span["source_rank"], span["target_rank"], span["slab"], span.get("cache", -1)
     step = Step(worker, process, _thread(span, name), name, kind, start_ns - shift_ns, end_ns - shift_ns, *ranks)
     return step, min(woken_ns, start_ns) - shift_ns if woken_ns else 0
 

@@ -124,13 +124,14 @@ def _is_shown(gap: Gap) -> bool:
 
 def _text(step: Step) -> str:
     ranks = f" {step.source_rank}→{step.target_rank}" if step.source_rank >= 0 else ""
+    cache = f" cache {step.cache}" if step.cache > 0 else ""
     slab = f" slab {step.slab}" if step.slab >= 0 else ""
     taken = " (until the engine takes it)" if step.kind == WAIT and step.thread == "events" else ""
-    return f"{step.name}{ranks}{slab}{taken}"
+    return f"{step.name}{ranks}{cache}{slab}{taken}"
 
 
 def _arguments(step: Step) -> dict[str, object]:
-    named = {"source_rank": step.source_rank, "target_rank": step.target_rank, "slab": step.slab}
+    named = {"source_rank": step.source_rank, "target_rank": step.target_rank, "cache": step.cache, "slab": step.slab}
     return {"worker": step.worker} | {name: value for name, value in named.items() if value >= 0}
 
 

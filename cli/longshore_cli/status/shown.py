@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 FOLDED_FROM = 9
 # Agents of a role with faults that are shown without --all. More of them have one cause.
 FAULTY_MAX = 12
+# Engine ranks that have left an agent, without --all.
+_LEFT_SHOWN = 3
 _GOOD, _BAD, _WORRYING, _FAINT = "green", "red", "yellow", "dim"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000.0
@@ -111,11 +113,25 @@ def _add_agent(branch: Tree, agent: Agent, *, every: bool) -> None:
         under = branch.add(_worker(worker))
         _add_findings(under, agent.report, worker.worker)
         _add_worker(under, worker, every=every)
+    _add_left(branch, agent.report, every=every)
     if (room := oldest_room(agent)) is not None:
         branch.add(
             _line(f"oldest room {room.room} of {room.instance}: {room.half}, {room.state} for {age(room.age_s)}, ")
             + _line(f"{room.tokens_done}/{room.tokens_wanted} tokens")
         )
+
+
+def _add_left(branch: Tree, report: Report, *, every: bool) -> None:
+    """Add the engine ranks that have left last."""
+    shown = report.left.last if every else report.left.last[:_LEFT_SHOWN]
+    for engine in shown:
+        rooms = f"{engine.rooms_done} done, {engine.rooms_failed} failed"
+        branch.add(
+            _line(f"left {age(engine.left_s)} ago: {engine.worker}, rooms {rooms}, {size(engine.bytes_moved)} moved")
+        )
+    if report.left.count > len(shown):
+        more = count(report.left.count - len(shown), "more engine rank")
+        branch.add(_line(f"{more} left before", ("" if every else " (--all shows the last ones)", _FAINT)))
 
 
 def _add_findings(branch: Tree, report: Report, worker: str) -> None:

@@ -84,7 +84,11 @@ def main() -> None:
             # The driver has ended, so the error cannot be reported.
             return
         except Exception as error:
-            answer(connection, failure(error))
+            try:
+                answer(connection, failure(error))
+            except (BrokenPipeError, ConnectionResetError):
+                # A collective operation fails in this rank when the driver and the other ranks have ended.
+                return
             raise
 
 

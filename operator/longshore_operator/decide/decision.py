@@ -73,8 +73,8 @@ class Decision:
 
 def decide(observed: Observed, images: ImageChoice) -> Decision:
     """Return the decision on one deployment."""
-    judged = spec.permitted(spec.judge(observed.body), images.allowed)
-    keys = observed.status.get("keys") or {}
+    judged = spec.permitted(spec.judge(observed.body), images)
+    keys = _made_keys(observed)
     new = None
     if judged.config is not None and judged.manifest is not None:
         new = _new_keys(observed, judged.manifest, keys)
@@ -106,8 +106,14 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         delete=delete,
         status=status if changed or gone else None,
         transitions=_transitions(observed, verdicts, status["conditions"]),
-        waits=any(entry.reason in _WAITING for entry in verdicts),
+        waits=any(entry.reason in _WAITING for entry in verdicts) or any(pod.starting for pod in observed.engine_pods),
     )
+
+
+def _made_keys(observed: Observed) -> Body:
+    """Return the status's entry of the keys. It is empty until there are some, even if the first are being made."""
+    keys = observed.status.get("keys") or {}
+    return keys if keys.get("secret") else {}
 
 
 def _new_keys(observed: Observed, manifest: DisaggDeployment, keys: Body) -> NewKeys | None:
@@ -194,13 +200,16 @@ def _judge(
     seen = rollout.look(observed, daemon_sets, placed, configs)
     found = engines.connections(observed.agents)
     compatible = _compatible(judged)
-    wait = _keys_wait(observed, judged.manifest, observed.status.get("keys") or {})
+    wait = _keys_wait(observed, judged.manifest, _made_keys(observed))
     agents = rollout.judge_agents(observed, seen, can_work=compatible.holds, keys_wait=wait, held=held)
     verdicts = [
         _ready(compatible, agents),
         compatible,
         agents,
-        *(_kept(observed, entry) if found.unheard else entry for entry in engines.judge(found, judged.config)),
+        *(
+            _kept(observed, entry) if found.unheard else entry
+            for entry in engines.judge(observed, found, judged.config)
+        ),
         sharing.judge(observed, judged.config),
         rollout.judge_progress(seen, compatible, agents, paused=judged.paused),
     ]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from longshore_operator.decide import unwell
 from longshore_operator.decide.verdict import Verdict, some, verdict
-from longshore_operator.observe import Agent
+from longshore_operator.observe import Agent, Observed
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.condition_reasons import ConditionType
 from longshore_spec.names import PROTECTIONS
@@ -35,6 +36,7 @@ class Connections:
         partial: instances with missing ranks.
         findings: of all agents, with their nodes.
         silent: nodes whose agents answered before and do not answer now, whether or not their pods are ready.
+        hosts: the host names of registered ranks; empty for one that does not give it.
         answering: agents that answer.
         unheard: agents that should answer and were not heard yet.
     """
@@ -45,6 +47,7 @@ class Connections:
     workers: tuple[WorkerStatus, ...]
     findings: tuple[tuple[str, Finding], ...]
     silent: tuple[str, ...]
+    hosts: frozenset[str]
     answering: int
     unheard: int
 
@@ -106,6 +109,7 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         workers=tuple(worker for _, worker in _workers(answering)),
         findings=tuple((node, finding) for node, report in answering for finding in report.findings),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
+        hosts=frozenset(rank.host for _, report in answering for entry in report.instances for rank in entry.ranks),
         answering=len(answering),
         unheard=sum(agent.unheard for agent in agents),
     )
@@ -125,7 +129,7 @@ def _peers(answering: list[tuple[str, AgentStatus]]) -> Iterator[tuple[str, Work
                 yield node, worker, peer
 
 
-def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:
+def judge(observed: Observed, found: Connections, config: AgentConfig | None) -> list[Verdict]:
     """Return the three conditions."""
     early = _nothing_to_judge(found)
     if early is not None:
@@ -133,6 +137,7 @@ def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:
         said = [verdict(condition, name, text) for condition in (_ENGINES, _PEERS, _WIRES)]
     else:
         said = [_engines(found, config), _attached(found), _verified(found)]
+    said[0] = _with_pods(observed, found, config, said[0])
     if refused := found.told("EngineRefused"):
         said[0] = verdict(_ENGINES, "EnginesRefused", some(refused))
     return said
@@ -151,14 +156,7 @@ def _silence(found: Connections) -> str:
 
 
 def _engines(found: Connections, config: AgentConfig | None) -> Verdict:
-    expected = (
-        {PREFILL: None, DECODE: None}
-        if config is None
-        else {
-            PREFILL: config.prefill.instances,
-            DECODE: config.decode.instances,
-        }
-    )
+    expected = _expected(config)
     counts = {half: len(names) for half, names in found.instances.items()}
     text = ", ".join(f"{counts[half]} of {_told(expected[half])} {_ROLE_NAMES[half]}" for half in (PREFILL, DECODE))
     missing = any(counts[half] < (expected[half] or 0) for half in counts)
@@ -169,6 +167,33 @@ def _engines(found: Connections, config: AgentConfig | None) -> Verdict:
     if missing:
         return verdict(_ENGINES, "EnginesMissing", f"{text} instances have registered")
     return verdict(_ENGINES, "EnginesConnected", f"{text} instances have registered")
+
+
+def _expected(config: AgentConfig | None) -> dict[str, int | None]:
+    if config is None:
+        return {PREFILL: None, DECODE: None}
+    return {PREFILL: config.prefill.instances, DECODE: config.decode.instances}
+
+
+def _with_pods(observed: Observed, found: Connections, config: AgentConfig | None, judged: Verdict) -> Verdict:
+    """Add what the pods of engines show, if their role has fewer instances than expected, or none."""
+    lacking = {
+        _ROLE_NAMES[half] for half, count in _expected(config).items() if len(found.instances[half]) < (count or 1)
+    }
+    pods = [
+        pod for pod in observed.engine_pods if pod.role in lacking and pod.host not in found.hosts and not pod.ending
+    ]
+    failing = unwell.engine_pods(observed, pods)
+    starting = [pod.name for pod in pods if pod.starting and pod.name not in failing]
+    running = [pod.name for pod in pods if not (pod.starting or pod.name in failing or "" in found.hosts)]
+    groups = {
+        "failing": [f"pod {name} ({cause})" for name, cause in failing.items()],
+        "starting": starting,
+        "running but not registered": running,
+    }
+    parts = [judged.message, *(f"{name}: {some(group)}" for name, group in groups.items() if group)]
+    name = "EnginesFailing" if failing and not found.silent else judged.reason
+    return verdict(_ENGINES, name, "; ".join(parts))
 
 
 def _told(expected: int | None) -> str:

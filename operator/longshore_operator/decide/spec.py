@@ -8,9 +8,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_operator.decide import permission
-from longshore_operator.render.wanted import Allowed
-from longshore_spec import agent_pods, manifest
+from longshore_operator.render.wanted import ImageChoice
+from longshore_spec import agent_pods, manifest, permission
 from longshore_spec.agent_config import AgentConfig, Backend
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Summary
@@ -47,11 +46,11 @@ def judge(body: dict[str, Any]) -> Judged:
     return judge_text(text_of(body))
 
 
-def permitted(judged: Judged, allowed: Allowed) -> Judged:
+def permitted(judged: Judged, images: ImageChoice) -> Judged:
     """Return `judged`, as refused if a valid spec asks for more than the cluster's administrator allows."""
     if judged.manifest is None or judged.config is None:
         return judged
-    faults = permission.not_allowed(judged.manifest.spec, allowed)
+    faults = permission.refusals(judged.manifest.spec, images.allowed, has_mps=bool(images.mps.host))
     if not faults:
         return judged
     return dataclasses.replace(judged, config=None, plan=None, faults=tuple(faults), reason="NotAllowed")

@@ -1,4 +1,4 @@
-"""Names the agents that do not start or are not ready, with the cluster's own words. Pure. Called by `rollout`."""
+"""Names the agents and pods of engines that do not start or are not ready, with the cluster's own words. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from longshore_operator.decide.verdict import some
 from longshore_operator.observe import Agent, Observed, Warned
 from longshore_operator.timestamps import seconds
-from longshore_operator.world import AgentPod
+from longshore_operator.world import EnginePod, Pod
 from longshore_spec.condition_reasons import ConditionType
 
 # Of one agent's causes in a condition's message, which may name five agents. `/readyz` has the whole text.
@@ -61,13 +61,19 @@ def agents(observed: Observed, left_out: Collection[str]) -> list[str]:
     return found
 
 
+def engine_pods(observed: Observed, pods: Collection[EnginePod]) -> dict[str, str]:
+    """Return which of these pods cannot start or fail, by name, with the cause."""
+    causes = {pod.name: pod.trouble or _warned(pod, observed.warnings.get(pod.uid), observed.now) for pod in pods}
+    return {name: _short(cause) for name, cause in causes.items() if cause}
+
+
 def _is_unprobed(agent: Agent, now: str) -> bool:
     """Whether an agent has just started and neither a probe nor the agent itself has said how it is."""
     since = agent.pod.unprobed_since
     return bool(since) and not _own_words(agent) and seconds(since, now) <= PROBE_LIMIT_S
 
 
-def _warned(pod: AgentPod, warned: Warned | None, now: str) -> str:
+def _warned(pod: Pod, warned: Warned | None, now: str) -> str:
     """Return the cluster's warning about a pod if it has lasted and still does."""
     if warned is None or not pod.created:
         return ""

@@ -42,8 +42,13 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
     settings = merged(wanted.manifest.spec, group, wanted.images.runtime_class)
     template: Body = {
         "metadata": {
-            "labels": settings.get("labels", {}) | names.labels(wanted.name) | roles,
-            "annotations": settings.get("annotations", {}) | annotations,
+            "labels": {
+                **dict(wanted.images.pod_labels),
+                **settings.get("labels", {}),
+                **names.labels(wanted.name),
+                **roles,
+            },
+            "annotations": {**dict(wanted.images.pod_annotations), **settings.get("annotations", {}), **annotations},
         },
         "spec": _pod(wanted, group, settings),
     }

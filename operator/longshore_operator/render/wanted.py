@@ -15,6 +15,7 @@ from longshore_spec import names as spec_names
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.log_lines import LogFormat
 from longshore_spec.manifest import Agents, DisaggDeployment
+from longshore_spec.permission import NOTHING_ALLOWED, Allowed
 
 Body = dict[str, Any]
 
@@ -33,31 +34,22 @@ class MpsDirectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """The fields that the cluster's administrator allows deployments to use.
+class ImageChoice:
+    """The operator's defaults for agents' pods, its own image, and what deployments may choose. Hashable: rendering is cached.
 
     Attributes:
-        fields: of `spec.agents`, by name; `networkPolicy` allows to have none.
-        host_paths: each with all below it.
-        mps: the daemon that deployments may use.
+        pod_labels, pod_annotations: each a name and a text.
     """
-
-    fields: frozenset[str] = frozenset()
-    capabilities: frozenset[str] = frozenset()
-    host_paths: tuple[str, ...] = ()
-    mps: MpsDirectory = MpsDirectory()
-
-
-@dataclass(frozen=True, slots=True)
-class ImageChoice:
-    """The operator's defaults for agents' pods, its own image, and what deployments may choose."""
 
     image: str
     pull_policy: str
     pull_secrets: tuple[str, ...] = ()
     runtime_class: str = ""
     operator_image: str = "longshore-operator:0.1.0"
-    allowed: Allowed = Allowed()
+    allowed: Allowed = NOTHING_ALLOWED
+    mps: MpsDirectory = MpsDirectory()
+    pod_labels: tuple[tuple[str, str], ...] = ()
+    pod_annotations: tuple[tuple[str, str], ...] = ()
     log_format: LogFormat = LogFormat.TEXT
 
 
@@ -87,7 +79,7 @@ class Wanted:
     @property
     def mps(self) -> MpsDirectory | None:
         """The pipes of the daemon that agents and engines use; None: they use none."""
-        return self.images.allowed.mps if self.manifest.spec.gpu.mps else None
+        return self.images.mps if self.manifest.spec.gpu.mps else None
 
     @property
     def name(self) -> str:
