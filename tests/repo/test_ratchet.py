@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tree_of_files import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests/agent")]
 
 import ratchet
+import ratchet_agents
 
 AGENTS = "room of real agents: system calls"
 
@@ -62,6 +63,11 @@ def test_on_another_processor_the_parent_commit_is_counted_and_a_raised_number_a
             ratchet, "count", lambda *_, room=room: [{"a room": room, AGENTS: 20}, {"a room": 2000, AGENTS: 20}]
         )
         assert ratchet.main() == status
+
+
+@pytest.mark.parametrize("wild", [1, 9_000, 40_000])
+def test_system_calls_of_one_wild_run_change_no_count(wild: int) -> None:
+    assert ratchet_agents.of_one_room([18_000, wild, 17_000], [36_000, 35_000, wild], 30) == pytest.approx(600, abs=40)
 
 
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
