@@ -5,7 +5,6 @@ Called by engines before `Client.register_pool`, and by that for duplicates of d
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -129,6 +128,9 @@ def _seal(address: int, descriptor: int, length_bytes: int) -> None:
     torch shares by a file of /dev/shm, which cannot be sealed. No thread may write the mapping during the call. Raises
     OSError.
     """
+    # torch has imported it; engines with other memory need it not.
+    import ctypes
+
     fresh = _sealed_memory(length_bytes, "longshore-pages")
     try:
         copied_bytes = 0

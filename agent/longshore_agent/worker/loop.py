@@ -81,9 +81,10 @@ _log = logging.getLogger(__name__)
 
 # The longest sleep of an idle control thread. Messages, ends of lives and due times wake it earlier.
 _IDLE_POLL_MS = 5000
-# A thread that does not sleep looks for the next due time only this long after it may have changed. Every turn that handles
-# anything looks at the timers itself.
+# A thread that does not sleep looks for the next due time only this long after it may have changed.
 _DUE_LOOK_NS = 500_000
+# A turn that handles anything looks at the cores' timers if no turn has for this long.
+_TICK_NS = 1_000_000
 
 
 class Worker:
@@ -105,6 +106,7 @@ class Worker:
         self._retire_ns: int | None = None
         # When a turn must not only poll, at the latest. It is looked up once this thread may sleep.
         self._due_ns, self._is_due_known, self._due_look_ns = 0, False, 0
+        self._ticked_ns = 0
         # Whether the last turn did not only poll, and whether work was pending at its end.
         self._is_changed, self._is_pending = True, False
         session_config = config.session_config()
@@ -193,8 +195,10 @@ class Worker:
             self._take_answers(now_ns)
         if self._stop_ns is None:
             self._check_health(now_ns)
-        for session in self.sessions.values():
-            session.tick(now_ns)
+        if now_ns >= self._due_ns or now_ns - self._ticked_ns >= _TICK_NS:
+            self._ticked_ns = now_ns
+            for session in self.sessions.values():
+                session.tick(now_ns)
         self._flush(now_ns)
         # A claim has left before its page ids are copied to a GPU.
         self._steps.prepared(self.requests.prepare_new())
