@@ -25,7 +25,7 @@ from longshore_lab.bench.scene import Course, Engine, Scene, Stage, open_stage
 from longshore_wire.layout import ModelShape
 
 # One slab is one token: 2 planes of 2 heads of 512 bytes. Two tokens do not fit a lane.
-MODEL = ModelShape(layers=1, kv_heads=2, head_dim=256, element_bytes=2)
+MODEL = ModelShape.kv(layers=1, kv_heads=2, head_dim=256, element_bytes=2)
 _SLAB_BYTES = 2 * 2 * 512
 _PAGE_SIZE = 16
 _SETTINGS = {

@@ -50,7 +50,7 @@ def open_pool(order: PageOrder, element_bytes: int, page_size: int, page_count: 
     strides = (HEADS * row, row) if order is PageOrder.NHD else (row, page_size * row)
     planes = tuple(PlaneGeometry(0, i * page * page_count, page, *strides) for i in range(2 * LAYERS))
     geometry = PoolGeometry(page_count, (2 * LAYERS * page * page_count,), planes)
-    layout = KVLayout(ModelShape(LAYERS, HEADS, HEAD_DIM, element_bytes), Parallel(), page_size, order)
+    layout = KVLayout(ModelShape.kv(LAYERS, HEADS, HEAD_DIM, element_bytes), Parallel(), page_size, order)
     descriptor = os.memfd_create("longshore-bench", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, geometry.region_bytes[0])
     try:

@@ -261,7 +261,7 @@ def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVP
     strides = (heads * row, row) if order is PageOrder.NHD else (row, PAGE_SIZE * row)
     planes = tuple(PlaneGeometry(0, i * page * page_count, page, *strides) for i in range(2 * layers))
     geometry = PoolGeometry(page_count, (2 * layers * page * page_count,), planes)
-    layout = KVLayout(ModelShape(layers, heads, HEAD_DIM, ELEMENT_BYTES), Parallel(), PAGE_SIZE, order)
+    layout = KVLayout(ModelShape.kv(layers, heads, HEAD_DIM, ELEMENT_BYTES), Parallel(), PAGE_SIZE, order)
     descriptor = os.memfd_create("longshore-bench", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, geometry.region_bytes[0])
     try:

@@ -66,7 +66,7 @@ class Row:
 
     def __init__(self, row_bytes: int, megabytes: float, stream: TimedStream) -> None:
         device = cuda.device_at(0)
-        model = ModelShape(LAYERS, 1, row_bytes // 2, 2)
+        model = ModelShape.kv(LAYERS, 1, row_bytes // 2, 2)
         pages = max(1, round(megabytes * 1e6 / (2 * LAYERS * row_bytes * PAGE_SIZE)))
         self.tokens, self.row_bytes = pages * PAGE_SIZE, row_bytes
         self.payload_bytes = 2 * LAYERS * row_bytes * self.tokens

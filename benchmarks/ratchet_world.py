@@ -554,7 +554,7 @@ class World:
             for name, value in changes.items():
                 setattr(owner, name, value)
         self.settings = Settings(deployment="ratchet/ratchet", backend=Backend.NIXL)
-        model = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
+        model = ModelShape.kv(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
         layout = KVLayout(model, Parallel(), PAGE_SIZE)
         self.source = Engine(self, "prefill0", Half.SOURCE, layout)
         self.target = Engine(self, "decode", Half.TARGET, layout)

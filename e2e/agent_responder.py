@@ -90,7 +90,7 @@ class _Connection(asyncio.Protocol):
 
 
 # The layout of all engines: the operator does not read it.
-_LAYOUT = LayoutStatus.of(KVLayout(ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(), 16))
+_LAYOUT = LayoutStatus.of(KVLayout(ModelShape.kv(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(), 16))
 _PASSED = SelfTest(backend="Loopback", wire="Loopback", bytes_moved=1 << 20, seconds=0.01)
 
 

@@ -26,7 +26,7 @@ from longshore_spec.names import HTTP_PORT
 
 # Starting an agent, its self-test and its workers loads torch several times on few cores.
 START_LIMIT_S = 150.0
-SHAPE = ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
+SHAPE = ModelShape.kv(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
 LINKS = ("EnginesConnected", "PeersConnected", "TransportVerified")
 
 

@@ -413,11 +413,11 @@ def laid_out(layout: KVLayout, geometry: PoolGeometry) -> Iterator[KVPool]:
 def check_far(what: str) -> int:
     """Gather from and scatter to pages, or tokens, whose distances need 64 bits. CPU only: memory exists where it is touched."""
     if what == "pages":
-        layout = KVLayout(ModelShape(1, 2, 64, 2), Parallel(), 4, PageOrder.HND)
+        layout = KVLayout(ModelShape.kv(1, 2, 64, 2), Parallel(), 4, PageOrder.HND)
         strides, tokens, pages = (3 << 30, 128, 512), (1, 11), np.array([2, 0, 1], dtype=np.int32)
     else:
         # Odd, so that words are bytes and a tile's offsets large; long rows, so that a tile lies in one page.
-        layout = KVLayout(ModelShape(1, 2, 255, 1), Parallel(), 32, PageOrder.NHD)
+        layout = KVLayout(ModelShape.kv(1, 2, 255, 1), Parallel(), 32, PageOrder.NHD)
         strides, tokens, pages = (510, 300_000_001, 255), (3, 64), np.array([2, 0], dtype=np.int32)
     planes = tuple(PlaneGeometry(0, index * 4096, *strides) for index in range(2))
     with laid_out(layout, PoolGeometry(3, (9 << 30,), planes)) as pool:
@@ -443,7 +443,7 @@ def check_large_slab(device_name: str) -> int:
     """Move a slab above 4 GiB through a pool of as much and compare it with what indexing gives. Needs 20 GB there."""
     device = torch.device(device_name)
     tokens, heads, dim, size = 2048, 8, 128, 64
-    layout = KVLayout(ModelShape(520, heads, dim, 2), Parallel(), size)
+    layout = KVLayout(ModelShape.kv(520, heads, dim, 2), Parallel(), size)
     page = size * heads * dim * 2
     plane_bytes = tokens // size * page
     planes = tuple(PlaneGeometry(0, i * plane_bytes, page, heads * dim * 2, dim * 2) for i in range(1040))

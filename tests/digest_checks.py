@@ -17,7 +17,7 @@ from played_device import make_copier, play, staged, wait_compiled
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_digest, device_kernel, reference
-from longshore_agent.kernels.copier import Copy, Slab, View, pool_view
+from longshore_agent.kernels.copier import Copy, Part, Slab, View, pool_view
 from longshore_agent.kernels.device_copier import DeviceCopier
 from longshore_agent.kernels.device_digest import BoundDigest
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel
@@ -94,7 +94,7 @@ class Place:
         self.slab = Slab(staging, 0, payload_bytes)
         self.regions: list[list[torch.Tensor]] = []
         for pool in (source, target):
-            self.copier._tables[pool], regions = on_device(pool, self.device)
+            self.copier._tables[pool, 0], regions = on_device(pool, self.device)
             self.regions.append(regions)
         settle(self.device)
 
@@ -105,7 +105,7 @@ class Place:
         return self._digests(ticket)
 
     def digest(self, view: View, tokens: tuple[int, int]) -> Words:
-        found = self._digests(self.copier.digest(view, tokens, KEY))
+        found = self._digests(self.copier.digest((Part(view, tokens),), KEY))
         assert not found.target
         return np.frombuffer(found.source, dtype="<u8")
 
@@ -295,9 +295,9 @@ def queued(kind: str) -> dict[str, list[tuple[str, int]]]:
             assert bool(ticket.digests.source or ticket.digests.target) is False
             ticket.end()
             assert bool(ticket.digests.source or ticket.digests.target) is bool(key)
-        place.copier.digest(place.views[0], place.tokens, KEY).end()
+        place.copier.digest((Part(place.views[0], place.tokens),), KEY).end()
         place.taken()
-        place.copier.digest(place.views[0], place.tokens, KEY).end()
+        place.copier.digest((Part(place.views[0], place.tokens),), KEY).end()
         found["alone"] = place.taken()
         assert not source.busy
         assert not target.busy
@@ -356,7 +356,7 @@ def digest_refusal(fault: str) -> tuple[str, str]:
             cuda.Event = refuse  # type: ignore[assignment, misc]
         kind = message = ""
         try:
-            place.copier.digest(view, (4, 4) if fault == "no tokens" else (0, 32), KEY)
+            place.copier.digest((Part(view, (4, 4) if fault == "no tokens" else (0, 32)),), KEY)
         except LongshoreError as error:
             kind, message = f"{type(error).__name__} {error.reason.name}", str(error)
         assert not source.busy

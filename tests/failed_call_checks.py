@@ -238,7 +238,7 @@ def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
             text = f"{type(error).__name__} {error}"
         busy, count = any(pool.busy for pool in pools), len(launches)
         copied(copier, sides[2:], tokens).end()
-        assert pools[leaving] not in copier._tables
+        assert (pools[leaving], 0) not in copier._tables
         assert not any(pools[leaving] in pair for pair in copier._copies)
-        assert pools[2] in copier._tables
+        assert (pools[2], 0) in copier._tables
         return text, busy, count

@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        model = ModelShape(self.layers, self.heads, self.head_dim, self.element_bytes, self.attention)
+        model = ModelShape.of(self.attention, self.layers, self.heads, self.head_dim, self.element_bytes)
         return KVLayout(model, Parallel(), self.page_size, self.order, blob_bytes=self.blob_bytes)
 
     @property
@@ -127,10 +127,10 @@ def plane_of(pool: KVPool, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
     With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob].
     """
     unit = 1 if pool.layout.order is PageOrder.OPAQUE else pool.layout.model.element_bytes
-    plane = pool.geometry.planes[index]
+    plane, rows = pool.geometry.planes[index], pool.sections[0]
     # OPAQUE has no token stride, and a dimension of size 1 needs none.
     return np.ndarray(
-        (pool.page_count, pool.page_tokens, pool.head_count, pool.row_bytes // unit),
+        (pool.page_count, rows.page_rows, rows.heads, rows.row_bytes // unit),
         _ELEMENT_DTYPES[unit],
         pool.region(plane.region).data,
         plane.offset,

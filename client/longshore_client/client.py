@@ -529,12 +529,12 @@ def _listed(
     layouts: Sequence[KVLayout], pages: Sequence[int] | bytes, first_token: int, end_token: int, others: object
 ) -> list[CachePages]:
     """Return the pages of the first cache and of `others`, as messages name them. Raises ArgumentError."""
-    found = [listed(pages, 0, first_token, end_token, layouts[0].page_size)]
+    found = [listed(pages, 0, first_token, end_token, layouts[0])]
     if others == ():
         return found
     for cache, its_pages, first, end in arguments.others_of(others, len(layouts)):
         try:
-            found.append(listed(its_pages, cache, first, end, layouts[cache].page_size))
+            found.append(listed(its_pages, cache, first, end, layouts[cache]))
         except ArgumentError as error:
             raise ArgumentError(f"others: cache {layouts[cache].name!r}: {error}", reason=error.reason) from error
     return found

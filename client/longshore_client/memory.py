@@ -11,6 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from longshore_client import arguments
 from longshore_client.errors import ArgumentError
 from longshore_wire.layout import PAGE_COUNT_MAX, KVLayout, PageOrder, PlaneGeometry, PoolGeometry
@@ -198,25 +200,24 @@ def pool_geometry(
     if order is not None and not isinstance(order, PageOrder):
         raise ArgumentError(f"order is {order!r}: give a PageOrder, or None for the layout's own")
     order = layout.order if order is None else order
-    layers, heads = len(layout.layers), len(layout.heads)
-    planes = layers if order is PageOrder.OPAQUE else layers * layout.model.kinds
-    row_bytes = layout.model.head_bytes
-    page_bytes, token_stride, head_stride = {
-        PageOrder.NHD: (layout.page_size * heads * row_bytes, heads * row_bytes, row_bytes),
-        PageOrder.HND: (layout.page_size * heads * row_bytes, row_bytes, layout.page_size * row_bytes),
-        PageOrder.OPAQUE: (heads * layout.opaque_bytes, 0, layout.opaque_bytes),
-    }[order]
-    plane_bytes = page_count * page_bytes
-    end = offset + planes * plane_bytes
+    planes, end = [], offset
+    for section in msgspec.structs.replace(layout, order=order).sections:
+        heads, row_bytes = len(layout.heads_of(section.heads)), section.row_bytes
+        rows = {PageOrder.OPAQUE: 1, PageOrder.SLOT: section.rows}.get(order, layout.page_size)
+        token_stride, head_stride = heads * row_bytes, row_bytes
+        if order is PageOrder.HND:
+            token_stride, head_stride = row_bytes, rows * row_bytes
+        elif order is PageOrder.OPAQUE:
+            token_stride = 0
+        for _ in range(section.kinds * len(layout.layers)):
+            planes.append(PlaneGeometry(0, end, rows * heads * row_bytes, token_stride, head_stride))
+            end += page_count * rows * heads * row_bytes
     if end > LENGTH_BYTES_MAX:
-        raise ArgumentError(f"page_count is {page_count}: {planes} planes of so many pages end at byte {end}")
+        raise ArgumentError(f"page_count is {page_count}: {len(planes)} planes of so many pages end at byte {end}")
     if region_bytes is not None and region_bytes < end:
-        raise ArgumentError(f"region_bytes is {region_bytes}: {planes} planes of {page_count} pages end at {end}")
+        raise ArgumentError(f"region_bytes is {region_bytes}: {len(planes)} planes of {page_count} pages end at {end}")
     return PoolGeometry(
         page_count=page_count,
         region_bytes=(end if region_bytes is None else region_bytes,),
-        planes=tuple(
-            PlaneGeometry(0, offset + plane * plane_bytes, page_bytes, token_stride, head_stride)
-            for plane in range(planes)
-        ),
+        planes=tuple(planes),
     )

@@ -21,7 +21,7 @@ from longshore_wire.engine_messages import (
     Receive,
 )
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout
+from longshore_wire.layout import KVLayout, PageOrder
 
 PAGE_BYTES = 4  # of an id in a message
 _SIGN_BIT = 0x80  # of an id's highest byte
@@ -56,27 +56,22 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
     return packed
 
 
-def pages_for(pages: Sequence[int] | bytes, first_token: int, end_token: int, page_size: int) -> bytes:
-    """Return the packed ids of the pages that hold tokens [first, end). Raises ArgumentError if their count is another."""
+def listed(pages: Sequence[int] | bytes, cache: int, first_token: int, end_token: int, layout: KVLayout) -> CachePages:
+    """Return the pages of a cache that hold tokens [first, end), as messages name them.
+
+    Args:
+        layout: of the cache.
+    Raises:
+        ArgumentError: they are no page ids, or more or fewer.
+    """
     packed = packed_pages(pages)
-    count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, page_size)
+    count, (_, wanted) = len(packed) // PAGE_BYTES, layout.pages_of(first_token, end_token)
     if count != wanted:
         raise ArgumentError(
-            f"{count} pages for tokens [{first_token}, {end_token}): pages of {page_size} tokens that "
+            f"{count} pages for tokens [{first_token}, {end_token}): {layout.pages_text} that "
             f"hold them are {wanted}; begin with the page of the first token"
         )
-    return packed
-
-
-def page_count(first_token: int, end_token: int, page_size: int) -> int:
-    """Return the number of pages that hold tokens [first_token, end_token)."""
-    return -(-end_token // page_size) - first_token // page_size if end_token > first_token else 0
-
-
-def listed(pages: Sequence[int] | bytes, cache: int, first_token: int, end_token: int, page_size: int) -> CachePages:
-    """Return the pages of a cache that hold tokens [first, end), as messages name them. Raises ArgumentError."""
-    packed = pages_for(pages, first_token, end_token, page_size)
-    return CachePages(cache, first_token, end_token, len(packed) // PAGE_BYTES, packed)
+    return CachePages(cache, first_token, end_token, count, packed)
 
 
 def split_offer(room: int, caches: Sequence[CachePages], layouts: Sequence[KVLayout], *, last: bool) -> Iterator[Offer]:
@@ -88,17 +83,21 @@ def split_offer(room: int, caches: Sequence[CachePages], layouts: Sequence[KVLay
     if sum([each.page_count for each in caches]) <= PAGES_PER_MESSAGE_MAX:
         yield Offer(0, room, tuple(caches), last)
         return
-    parts = [part for each in caches for part in _cut(each, layouts[each.cache].page_size)]
+    # Slots have few pages, and come with `last`.
+    slots = tuple(each for each in caches if layouts[each.cache].order is PageOrder.SLOT)
+    parts = [part for each in caches if each not in slots for part in _cut(each, layouts[each.cache])]
     for index, part in enumerate(parts):
-        yield Offer(0, room, (part,), last and index == len(parts) - 1)
+        is_end = index == len(parts) - 1
+        yield Offer(0, room, (part, *slots) if is_end else (part,), last and is_end)
 
 
-def _cut(whole: CachePages, page_size: int) -> Iterator[CachePages]:
-    first_page, begin_token = whole.first_token // page_size, whole.first_token
+def _cut(whole: CachePages, layout: KVLayout) -> Iterator[CachePages]:
+    page_size, begin_token = layout.page_size, whole.first_token
+    first_page, _ = layout.pages_of(begin_token, whole.end_token)
     while True:
         stop_token = min(whole.end_token, (begin_token // page_size + PAGES_PER_MESSAGE_MAX) * page_size)
         offset = (begin_token // page_size - first_page) * PAGE_BYTES
-        count = page_count(begin_token, stop_token, page_size)
+        _, count = layout.pages_of(begin_token, stop_token)
         pages = whole.pages[offset : offset + PAGE_BYTES * count]
         yield CachePages(whole.cache, begin_token, stop_token, count, pages)
         begin_token = stop_token

@@ -28,7 +28,7 @@ import longshore_client as ls
 from longshore_lab.test_engine.pages import content
 from longshore_lab.test_engine.ranks import Engine, insist, wait_ended
 
-MODEL = ls.ModelShape(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
+MODEL = ls.ModelShape.kv(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
 SOURCE_PAGE, TARGET_PAGE = 16, 8
 TOKENS_MAX = 16384
 # A node that boots and an agent that starts take tens of seconds.

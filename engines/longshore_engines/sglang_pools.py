@@ -16,7 +16,7 @@ from longshore_client.memory import torch_region
 from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
 from longshore_engines.tensors import SharedCache, share_rows
-from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 # The pools of this process whose memory was moved before SGLang took pointers. A model may have several.
 _recorded: list[weakref.ref[Any]] = []
@@ -79,13 +79,10 @@ def shared_pool(pool: Any, kv_heads: int, layers: Sequence[int], parallel: Paral
     tensors = _tensors(pool)
     is_latent = not hasattr(pool, "k_buffer")
     first = tensors[0]
-    model = ModelShape(
-        sum(layers),
-        1 if is_latent else kv_heads,
-        first.shape[2],
-        first.element_size(),
-        Attention.LATENT if is_latent else Attention.HEADS,
-    )
+    if is_latent:
+        model = ModelShape.latent(sum(layers), first.shape[2], first.element_size())
+    else:
+        model = ModelShape.kv(sum(layers), kv_heads, first.shape[2], first.element_size())
     return share_rows(
         tensors, KVLayout(model, parallel, page_size, stage_layers=tuple(layers) if len(layers) > 1 else None)
     )

@@ -107,7 +107,7 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
         _check_tensor(name, tensors[name], names[0], first)
     _, heads, tokens, content = first.shape
     layout = KVLayout(
-        ModelShape(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
+        ModelShape.kv(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
         cache.parallel,
         tokens,
         PageOrder.OPAQUE if pages is PageFormat.BLOB else PageOrder.HND,

@@ -17,7 +17,7 @@ import numpy as np
 
 import longshore_client as ls
 
-MODEL = ls.ModelShape(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
+MODEL = ls.ModelShape.kv(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
 PREFILL_TP = 2
 TOKENS, CHUNK_TOKENS = 100, 64
 LIMIT_S = 60.0

@@ -56,7 +56,7 @@ _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
 _FILE_TERMS = (
     ("parallel.tp", "tensorParallel"),
     ("parallel.pp", "pipelineParallel"),
-    ("model.kv_heads", "model.kvHeads"),
+    ("model.planes[0].heads", "model.kvHeads"),
     ("page_size", "pageSize"),
     ("order is", "pageOrder is"),
     ("at the source", "in prefill"),
@@ -143,7 +143,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     def shape(self) -> ModelShape:
         """Return it as the type of the planner and the messages."""
         entries = Entries.LATENT if self.attention is Attention.MLA else Entries.HEADS
-        return ModelShape(self.layers, self.kv_heads, self.head_dim, self.dtype.element_bytes, entries)
+        return ModelShape.of(entries, self.layers, self.kv_heads, self.head_dim, self.dtype.element_bytes)
 
 
 class PrefillStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -147,7 +147,9 @@ class LayoutStatus(msgspec.Struct, frozen=True):
     def layout(self) -> KVLayout:
         """Return the layout: the inverse of `of`."""
         return KVLayout(
-            model=ModelShape(self.layers, self.kv_heads, self.head_dim, self.element_bytes, Attention[self.attention]),
+            model=ModelShape.of(
+                Attention[self.attention], self.layers, self.kv_heads, self.head_dim, self.element_bytes
+            ),
             parallel=Parallel(self.tp, self.tp_rank, self.pp, self.pp_rank, self.dp, self.dp_rank),
             page_size=self.page_size,
             order=PageOrder[self.order],

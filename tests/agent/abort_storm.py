@@ -38,7 +38,7 @@ from longshore_wire.ways import Way
 PAGE_SIZE = 16
 TOKENS = 128
 # A token is 4 KiB; pages of the two sides differ in order, so that slice by slice a room is 2,048 pieces.
-MODEL = ModelShape(layers=2, kv_heads=4, head_dim=64, element_bytes=4)
+MODEL = ModelShape.kv(layers=2, kv_heads=4, head_dim=64, element_bytes=4)
 SOURCE = KVLayout(MODEL, Parallel(), PAGE_SIZE)
 TARGET = KVLayout(MODEL, Parallel(), PAGE_SIZE, PageOrder.HND)
 ROOM_PAGES = TOKENS // PAGE_SIZE

@@ -36,7 +36,7 @@ from longshore_wire.errors import Reason
 T = TypeVar("T")
 
 # Twelve heads fit every tested TP; a token is 12 KiB at TP1.
-MODEL = ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
+MODEL = ModelShape.kv(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
 PAGE_SIZE = 16
 PAGE_COUNT = 96
 # Many times as long as two idle cores need: to load torch in several processes concurrently, and for all else.

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from longshore_agent.errors import DeviceError, PoolError, TransportError
-from longshore_agent.kernels.copier import Copy, Slab
+from longshore_agent.kernels.copier import Copy, Part, Parts, Slab
 from longshore_agent.kernels.digest import NO_DIGESTS, Digests
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
@@ -54,17 +54,17 @@ class PlayedOutbound(OutboundSlab):
     """A slab that also represents its pages. Copies access no real memory."""
 
     def source(self) -> Any:
-        return self
+        return (Part(cast(Any, self), self.effect.tokens),)
 
     def neighbour_target(self) -> Any:
-        return self
+        return self.source()
 
 
 class PlayedInbound(InboundSlab):
     """As `PlayedOutbound`."""
 
     def target(self) -> Any:
-        return self
+        return (Part(cast(Any, self), self.effect.tokens),)
 
 
 def outbound_slab(slab: int, payload_bytes: int = 1 << 20, room: int = 1, pool: Any = None) -> OutboundSlab:
@@ -154,9 +154,9 @@ class FakeDevice:
         self.scatters.append(FakeCopy(target, source.offset_bytes, found, accepts=copy.accepts))
         return self.scatters[-1]
 
-    def digest(self, view: Any, tokens: tuple[int, int], key: bytes) -> FakeCopy:
+    def digest(self, parts: Parts, key: bytes) -> FakeCopy:
         """Refuse: a GPU's pages are not written in place."""
-        raise AssertionError(f"a digest of {view}, {tokens}, with {key!r}")
+        raise AssertionError(f"a digest of {parts} with {key!r}")
 
     def _direct(self, slab: OutboundSlab) -> FakeCopy | None:
         if slab.effect.pair.key.room in self.compiling:

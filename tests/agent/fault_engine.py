@@ -22,7 +22,7 @@ from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint, Half, RoomEventKind
 
 # A token is 2 KiB: 64 of them are one slab.
-MODEL = ModelShape(layers=4, kv_heads=4, head_dim=16, element_bytes=4)
+MODEL = ModelShape.kv(layers=4, kv_heads=4, head_dim=16, element_bytes=4)
 SLAB_TOKENS = 64
 RELEASED = "released"
 

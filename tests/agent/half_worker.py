@@ -59,7 +59,7 @@ from longshore_wire.ways import Way
 PAGE_SIZE = 8
 TOKENS = 64
 ROOM_PAGES = TOKENS // PAGE_SIZE
-LAYOUT = KVLayout(ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=4), Parallel(), PAGE_SIZE)
+LAYOUT = KVLayout(ModelShape.kv(layers=2, kv_heads=2, head_dim=16, element_bytes=4), Parallel(), PAGE_SIZE)
 SETTINGS = Settings(
     deployment="tests/storm",
     backend=Backend.LOOPBACK,

@@ -15,12 +15,11 @@ from agent_fleet import World, over
 from agent_world import Agent, Engine
 
 from longshore_client import Half, ModelShape, PageOrder
-from longshore_wire.layout import Attention
 
-FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
-FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
-MANY_LAYERS = ModelShape(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
-LATENT = ModelShape(layers=3, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
+FOUR_HEADS = ModelShape.kv(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
+FIVE_LAYERS = ModelShape.kv(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
+MANY_LAYERS = ModelShape.kv(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
+LATENT = ModelShape.latent(layers=3, width=36, element_bytes=2)
 BLOB_BYTES = 1000  # of 16 tokens: K, V, and as many bytes that only the engine understands
 
 # Name -> tensor parallel size and the rest of an engine's layout. All engines have both roles.

@@ -14,7 +14,7 @@ from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.names import room_name
 
-MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
+MODEL = ModelShape.kv(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
 PASSED = structs.SelfTest(backend="NIXL", wire="SharedMemory", bytes_moved=1 << 20, seconds=0.01)
 BIG_ROOM = 2**64 - 1
 RULES = Rules(backend="NIXL", self_test_bytes=1 << 20)

@@ -45,7 +45,7 @@ TOKEN = "s3cret"
 GONE = """
 import sys
 import longshore_client as ls
-layout = ls.KVLayout(ls.ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4), ls.Parallel(), page_size=16)
+layout = ls.KVLayout(ls.ModelShape.kv(layers=4, kv_heads=12, head_dim=32, element_bytes=4), ls.Parallel(), page_size=16)
 ls.connect(sys.argv[1], instance=sys.argv[2], layout=layout, roles=(ls.Half.TARGET,))
 """
 

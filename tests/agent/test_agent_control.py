@@ -216,7 +216,7 @@ def test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_n
     assert isinstance(answer, Refuse)
     assert answer.reason is Reason.LAYOUT_MISMATCH
     assert "else/where" in answer.text and DEPLOYMENT in answer.text
-    other = attach(fleet, layout=KVLayout(ModelShape(3, 12, 32, 4), Parallel(), 16))
+    other = attach(fleet, layout=KVLayout(ModelShape.kv(3, 12, 32, 4), Parallel(), 16))
     answer = PEER.decode(friend.ask(PEER.encode(other)))
     assert isinstance(answer, Refuse) and "model" in answer.text
 

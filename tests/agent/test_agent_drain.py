@@ -36,7 +36,7 @@ from longshore_client import (
 
 PAGE_COUNT = 131_072
 # Pages of one token, and of so few bytes that there can be many.
-MODEL = ModelShape(layers=1, kv_heads=1, head_dim=2, element_bytes=1)
+MODEL = ModelShape.kv(layers=1, kv_heads=1, head_dim=2, element_bytes=1)
 LAYOUT = KVLayout(MODEL, Parallel(), page_size=1)
 
 

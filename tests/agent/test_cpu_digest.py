@@ -27,7 +27,7 @@ from page_shapes import (
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels import cpu_copy, reference
-from longshore_agent.kernels.copier import Copy, PlaneRows, Slab, View, pool_view, slab_view
+from longshore_agent.kernels.copier import Copy, Part, PlaneRows, Slab, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import CpuCopier, copy_rows, digest_rows
 from longshore_agent.kernels.digest import READ_BACK_EVERY, Digests, Words, first_difference
 from longshore_agent.memory.host_memory import StagingBuffer
@@ -163,7 +163,7 @@ def test_a_copy_gives_the_digests_of_its_pages_and_the_bytes_that_it_copies_with
         direct = copier.submit(Copy(near, pages, tokens, digest_key=KEY))
         assert direct.digests == Digests(expected, expected)
         assert copier.submit(Copy(near, pages, tokens)).digests == Digests()
-        assert copier.digest(pages, tokens, KEY).digests == Digests(expected)
+        assert copier.digest((Part(pages, tokens),), KEY).digests == Digests(expected)
 
 
 @pytest.mark.parametrize("direct", [False, True])

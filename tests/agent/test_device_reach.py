@@ -65,7 +65,7 @@ def test_an_unknown_device_is_an_error_that_names_those_that_are_seen(play) -> N
 
 def test_a_worker_says_whether_its_gpu_is_reached_and_one_on_a_cpu_nothing(play) -> None:
     play(lambda near, far: (near, far) != (2, 0))
-    layout = KVLayout(ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(tp=1), page_size=16)
+    layout = KVLayout(ModelShape.kv(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(tp=1), page_size=16)
     said = {
         device: WorkerConfig("p/0/0", "p", 1, layout, (Half.SOURCE,), Settings(), port=0, device=device).peer_access()
         for device in ("cpu", *NAMES)

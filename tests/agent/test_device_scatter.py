@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from fake_device import inbound_slab
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels.digest import Digests
 from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.plan import Pair
 from longshore_wire.ways import Way
 
 WRONG = bytes(64)
-ROUTE = Pair(0, 0, (0, 1), (0, 1), 1, Way.STAGED)
+ROUTE = Pair(0, 0, (0, 1), ((0, 1),), 1, Way.STAGED)
+POOL: Any = SimpleNamespace(layout=KVLayout(ModelShape.kv(1, 1, 1, 1), Parallel(), 1))
 
 
 class Scene(EventScene):
@@ -118,6 +121,7 @@ def test_a_scatter_fails_its_slab_if_the_digests_of_its_pages_are_not_the_source
     scene = Scene()
     slab = scene.put(0)
     slab.effect.digest_key, slab.effect.digests, slab.effect.route = b"key", b"12345678", ROUTE
+    slab.pool = POOL
     scene.turn()
     scene.device.scatters[0].digests = Digests(b"", found)
     scene.passed()

@@ -262,7 +262,7 @@ def direct_end(first_page_written: int) -> tuple[OutboundEnd, float]:
     shape = Shape(layers=2, heads=2, head_dim=16, page_size=8, page_count=8)
     layout, metrics = shape.layout, Metrics()
     pages = np.arange(4, dtype=np.int32)
-    route = Pair(0, 0, (0, 2), (0, 2), layout.token_bytes, Way.DIRECT)
+    route = Pair(0, 0, (0, 2), ((0, 2),), layout.token_bytes, Way.DIRECT)
     pair = PairKey(RoomKey("prefill", 1), 0, 0, 1, 1, "decode", 0)
     effect = StartWrite(
         PeerId("decode", 0, 0),
@@ -289,7 +289,7 @@ def direct_end(first_page_written: int) -> tuple[OutboundEnd, float]:
 
         def copy_addresses(rows: PlaneRows, **given: Any) -> None:
             segments = rows.segments.copy()
-            segments[0, 1] += first_page_written * far.plane_groups[0].page_stride
+            segments[0, 1] += first_page_written * far.sections[0].groups[0].page_stride
             real(rows._replace(segments=segments), **given)
 
         with patch.object(cpu_copy, "copy_addresses", copy_addresses):

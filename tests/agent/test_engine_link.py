@@ -32,7 +32,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import CodecError
 
-LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(), 4)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 8, 2), Parallel(), 4)
 HELLO = Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,))
 REGISTER = RegisterPool(1, 0, pool_geometry(LAYOUT, 2))
 WAIT_MS = 20_000

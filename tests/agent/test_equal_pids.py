@@ -25,7 +25,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 
 GPU = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
-LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 2, 64, 2), Parallel(), 16)
 LIMIT_S = 120.0
 # The first process of a new namespace starts the given program with the given PID.
 WITH_PID = """
@@ -36,7 +36,7 @@ sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[2:]]).returncode)
 ENGINE = f"""
 import os, sys
 import longshore_client as ls
-layout = ls.KVLayout(ls.ModelShape(2, 2, 64, 2), ls.Parallel(), 16)
+layout = ls.KVLayout(ls.ModelShape.kv(2, 2, 64, 2), ls.Parallel(), 16)
 try:
     ls.connect(sys.argv[1], instance="engine", layout=layout, device=sys.argv[2], timeout_s={LIMIT_S}).close()
     print("welcome", os.getpid())

@@ -34,7 +34,7 @@ GIB = 1 << 30
 ZEROS = bytes(GIB)
 # An answer is waited for this long, and one that must not come.
 ANSWER_LIMIT_MS, SILENCE_MS = 60_000, 300
-OTHER_MODEL = ModelShape(9, 12, 32, 4)
+OTHER_MODEL = ModelShape.kv(9, 12, 32, 4)
 
 
 @pytest.fixture(scope="module")

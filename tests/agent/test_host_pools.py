@@ -44,9 +44,8 @@ from longshore_client import (
     connect,
 )
 from longshore_lab.test_engine.pages import content
-from longshore_wire.layout import Attention
 
-LATENT = ModelShape(3, 1, 72, 2, Attention.LATENT)
+LATENT = ModelShape.latent(3, 72, 2)
 DEVICE_PAGE_SIZE, TOKENS_MAX = 16, 1024
 # (total, prefix): around the edges of pages of 16 tokens (decode's device) and of 64 (prefill), and one token.
 REQUESTS = ((1, 0), (15, 0), (16, 0), (17, 16), (33, 15), (63, 0), (64, 64), (65, 63), (211, 37), (397, 128))

@@ -18,7 +18,7 @@ from longshore_wire.names import TEST_INSTANCE_PREFIX, TEST_LANE_BYTES_MAX
 
 
 def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_path: Path) -> None:
-    layout = KVLayout(ModelShape(16, 8, 128, 2), Parallel(), 128, PageOrder.OPAQUE)
+    layout = KVLayout(ModelShape.kv(16, 8, 128, 2), Parallel(), 128, PageOrder.OPAQUE)
     assert layout.rank_unit_bytes > TEST_LANE_BYTES_MAX
     instances: list[Instance] = []
     world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
@@ -43,7 +43,7 @@ def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_
 
 
 def test_an_agent_keeps_no_port_of_a_test_instance_that_has_left(tmp_path: Path) -> None:
-    layout = KVLayout(ModelShape(1, 1, 8, 2), Parallel(), 8)
+    layout = KVLayout(ModelShape.kv(1, 1, 8, 2), Parallel(), 8)
     world = World(tmp_path)
     try:
         agent = world.agent("ports")
@@ -64,7 +64,7 @@ def kept(agent: Agent) -> set[str]:
 
 
 def test_rooms_of_test_instances_do_not_count_as_traffic_also_if_they_fail(tmp_path: Path) -> None:
-    layout = KVLayout(ModelShape(1, 1, 8, 2), Parallel(), 8)
+    layout = KVLayout(ModelShape.kv(1, 1, 8, 2), Parallel(), 8)
     world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
     instances: list[Instance] = []
     try:

@@ -94,7 +94,7 @@ def test_an_address_can_choose_among_our_keys_and_bring_none(nets) -> None:
     assert reaches(nets["first"], nets["second"])
 
 
-LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2), 4)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 8, 2), Parallel(tp=2), 4)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, tuple(RankAddress(n, f"10.0.0.{n + 1}:1", 5, 6) for n in range(2)), "life")
 
 

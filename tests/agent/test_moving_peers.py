@@ -27,7 +27,7 @@ from longshore_wire.peer_messages import Attach, RegionInfo
 from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
-LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 PEER = PeerId("decode", 0, 0)
 RING = RegionInfo(1 << 30, 1 << 20)
 

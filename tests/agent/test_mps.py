@@ -27,7 +27,7 @@ from longshore_client.core import PASSING
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 
-LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 2, 64, 2), Parallel(), 16)
 # The UUID of the only device of the simulated driver.
 NAME = "GPU-00000000-0000-0000-0000-000000000000"
 

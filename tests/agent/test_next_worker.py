@@ -64,7 +64,7 @@ class Link:
 
 def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_serves_its_engine(tmp_path):
     supervisor = Supervisor(Settings(run_directory=str(tmp_path)))
-    hello = Hello(1, "prefill", KVLayout(ModelShape(1, 2, 8, 2), Parallel(2), 16), "cpu", (Half.SOURCE,))
+    hello = Hello(1, "prefill", KVLayout(ModelShape.kv(1, 2, 8, 2), Parallel(2), 16), "cpu", (Half.SOURCE,))
     slots = []
     for rank, state in enumerate((WorkerState.STARTING, WorkerState.READY)):
         config = SimpleNamespace(name=f"prefill/0/{rank}", agent="", epoch=1)

@@ -17,7 +17,7 @@ from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong, Refuse
 
-LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
 ATTACH = Attach(PROTOCOL_VERSION, "d", "decode", 1, LAYOUT, "Loopback", b"", None, (), 0)
 LIMIT_S = 60.0

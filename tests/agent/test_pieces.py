@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_agent.kernels.copier import remote_view
+from longshore_agent.kernels.copier import Part, remote_view
 from longshore_agent.pipeline.slabs import pieces_in_place
 from longshore_client.memory import pool_geometry
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
@@ -87,7 +87,7 @@ def byte_of(found: Side, plane: int, token: int, local_head: int, byte: int) -> 
 
 @given(st.data(), st.integers(0, 2**32))
 def test_pieces_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_nothing_else(data, seed):
-    model = ModelShape(
+    model = ModelShape.kv(
         data.draw(st.integers(1, 2)), 6, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
     )
     first = data.draw(st.integers(0, 40), "first")
@@ -105,7 +105,7 @@ def test_pieces_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_no
     source = with_share(source, data.draw(starts), count, heads)
     target = with_share(target, data.draw(starts), count, heads)
 
-    near, far, lengths = pieces_in_place(remote_view(*source), remote_view(*target), tokens)
+    near, far, lengths = pieces_in_place((Part(remote_view(*source), tokens),), (Part(remote_view(*target), tokens),))
 
     copied: dict[int, int] = {}
     for start, goal, length in zip(near.tolist(), far.tolist(), lengths.tolist(), strict=True):
@@ -127,7 +127,7 @@ def test_pieces_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_no
 
 
 def test_whole_pages_in_the_same_order_are_one_piece_a_plane_and_page_and_neighbours_are_joined():
-    model = ModelShape(layers=3, kv_heads=2, head_dim=8, element_bytes=2)
+    model = ModelShape.kv(layers=3, kv_heads=2, head_dim=8, element_bytes=2)
     layout = KVLayout(model, Parallel(), 16)
     geometry = pool_geometry(layout, 8)
 
@@ -135,7 +135,9 @@ def test_whole_pages_in_the_same_order_are_one_piece_a_plane_and_page_and_neighb
         return Side(layout, geometry, (address,), np.array(pages, np.int32), 0, range(3), range(2))
 
     def found(near: list[int], far: list[int]) -> tuple[npt.NDArray[np.uint64], ...]:
-        return pieces_in_place(remote_view(*whole(near, 0)), remote_view(*whole(far, 1 << 30)), (0, 48))
+        return pieces_in_place(
+            (Part(remote_view(*whole(near, 0)), (0, 48)),), (Part(remote_view(*whole(far, 1 << 30)), (0, 48)),)
+        )
 
     apart = found([1, 5, 3], [7, 0, 4])
     assert [len(part) for part in apart] == [6 * 3] * 3
@@ -146,7 +148,7 @@ def test_whole_pages_in_the_same_order_are_one_piece_a_plane_and_page_and_neighb
 
 
 def test_planes_may_lie_in_regions_of_their_own():
-    model = ModelShape(layers=2, kv_heads=1, head_dim=4, element_bytes=1)
+    model = ModelShape.kv(layers=2, kv_heads=1, head_dim=4, element_bytes=1)
     layout = KVLayout(model, Parallel(), 2)
     one = pool_geometry(layout, 4)
     plane_bytes = one.region_bytes[0] // 4
@@ -162,7 +164,7 @@ def test_planes_may_lie_in_regions_of_their_own():
     bases = (1 << 20, 3 << 20, 2 << 20, 9 << 20)
     source = Side(layout, split, bases, pages, 0, range(2), range(1))
     target = Side(layout, one, (1 << 40,), pages, 0, range(2), range(1))
-    near, far, lengths = pieces_in_place(remote_view(*source), remote_view(*target), (1, 4))
+    near, far, lengths = pieces_in_place((Part(remote_view(*source), (1, 4)),), (Part(remote_view(*target), (1, 4)),))
     found = {
         start + byte: goal + byte for start, goal, n in zip(near, far, lengths, strict=True) for byte in range(int(n))
     }

@@ -22,7 +22,7 @@ from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 
 LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, PAGE_COUNT = 2, 2, 8, 4, 5
-LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, HEAD_DIM, 2), Parallel(), PAGE_SIZE)
+LAYOUT = KVLayout(ModelShape.kv(LAYERS, HEADS, HEAD_DIM, 2), Parallel(), PAGE_SIZE)
 PAGE_BYTES = PAGE_SIZE * HEADS * HEAD_DIM * 2
 PLANE_BYTES = PAGE_COUNT * PAGE_BYTES
 GEOMETRY = PoolGeometry(
@@ -192,11 +192,11 @@ def test_planes_of_equal_strides_are_one_run_and_their_addresses_are_those_of_th
     )
     os.posix_fallocate(descriptor, 0, geometry.region_bytes[0])
     pool = KVPool(LAYOUT, geometry, [descriptor])
-    assert [(run.first, len(run.addresses), run.page_stride) for run in pool.plane_groups] == [
+    assert [(run.first, len(run.addresses), run.page_stride) for run in pool.sections[0].groups] == [
         (0, 3, PAGE_BYTES),
         (3, 1, PAGE_BYTES + 2),
     ]
-    for run in pool.plane_groups:
+    for run in pool.sections[0].groups:
         for index, address in enumerate(run.addresses, run.first):
             assert address == plane_of(pool, index).ctypes.data
     pool.close()

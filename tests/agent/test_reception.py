@@ -25,7 +25,7 @@ from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 from longshore_wire.layout import TargetMemory
 
 CONFIG = manifest.load((Path(__file__).parents[2] / "examples" / "llama-70b.yaml").read_bytes()).agent_config()
-MODEL = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
+MODEL = ModelShape.kv(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
 
 
 def hello(layout: KVLayout) -> Hello:
@@ -81,7 +81,7 @@ def test_pages_in_host_memory_are_those_of_claims_and_of_no_gpu(
 def test_an_engine_of_another_layout_is_told_of_every_field_that_differs() -> None:
     reception = Reception(Settings(), CONFIG)
     reception.admit(hello(KVLayout(MODEL, Parallel(tp=4), 64)))
-    other = KVLayout(ModelShape(80, 4, 128, 4), Parallel(tp=2), 32, PageOrder.HND)
+    other = KVLayout(ModelShape.kv(80, 4, 128, 4), Parallel(tp=2), 32, PageOrder.HND)
     with pytest.raises(LayoutError) as caught:
         reception.admit(hello(other))
     assert str(caught.value).split("; ") == [

@@ -209,7 +209,7 @@ def test_a_worker_gets_the_settings_of_its_agent_whatever_they_are() -> None:
     settings = Settings(
         deployment="ns/llama", wires=(Wire.TCP, Wire.RDMA), lease_s=3, backend=Backend.MOONCAKE, force_way=Way.SLICES
     )
-    layout = KVLayout(ModelShape(4, 8, 64, 2), Parallel(), 16)
+    layout = KVLayout(ModelShape.kv(4, 8, 64, 2), Parallel(), 16)
     orders = WorkerConfig("d/0/0", "d", 7, layout, (Half.TARGET,), settings, port=0)
     assert WorkerConfig.from_bytes(orders.to_bytes()) == orders
     assert (orders.session_config().deployment, orders.session_config().lease_ns) == ("ns/llama", 3 * 10**9)

@@ -15,12 +15,12 @@ from longshore_spec.status import EngineStatus, InstanceStatus, PoolStatus
 from longshore_wire.claims import Wanted
 from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import LongshoreError, RoomError
-from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way, chosen_way
 
-MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
+MODEL = ModelShape.kv(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
 LIFE = "life"
 TOKENS = 256
@@ -178,7 +178,7 @@ def test_a_rank_that_has_not_registered_yet_is_taken_to_lie_where_the_first_one_
 
 
 def test_a_latent_on_gpus_that_do_not_reach_each_other_is_staged_as_its_claim_would_be() -> None:
-    model = ModelShape(2, 1, 16, 2, Attention.LATENT)
+    model = ModelShape.latent(2, 16, 2)
     source, target = instance("p", layout(1, model), GPU), instance("d", layout(1, model), GPU, near="")
     assert planned(source, target).pairs[0].way == Way.STAGED.name.capitalize()
     assert planned(source, instance("d", layout(1, model), GPU)).pairs[0].way == Way.DIRECT.name.capitalize()

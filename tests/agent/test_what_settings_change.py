@@ -27,7 +27,7 @@ from longshore_wire.ways import Way
 GPU = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
 MS, S = 10**6, 10**9
 # A token is 1 KiB.
-MODEL = ModelShape(layers=4, kv_heads=4, head_dim=16, element_bytes=2)
+MODEL = ModelShape.kv(layers=4, kv_heads=4, head_dim=16, element_bytes=2)
 PREFILL, DECODE = PeerId("P", 0, 0), PeerId("D", 0, 0)
 # Rooms of some thousand tokens need many of these buffers; other limits are large.
 SMALL = {

@@ -18,7 +18,7 @@ from longshore_client import HelloRefused, KVLayout, ModelShape, Parallel, conne
 from longshore_wire.errors import Reason
 
 UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
-LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 2, 64, 2), Parallel(), 16)
 # Time to load a worker's libraries on a busy machine.
 START_LIMIT_S = 240.0
 # Delays the import of fastapi until a file exists.

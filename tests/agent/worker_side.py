@@ -36,7 +36,7 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 
-MODEL = ModelShape(layers=2, kv_heads=2, head_dim=8, element_bytes=2)
+MODEL = ModelShape.kv(layers=2, kv_heads=2, head_dim=8, element_bytes=2)
 PAGE_COUNT = 32
 
 

@@ -27,7 +27,7 @@ from longshore_cli.metrics_page import MetricsPage
 from longshore_client import Client, Half, RoomEventKind, connect, create_region, pool_geometry
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
-SHAPE = ModelShape(8, 8, 64, 4)
+SHAPE = ModelShape.kv(8, 8, 64, 4)
 LIMIT_S = 120.0
 ROOMS_MAX = 8
 # Loads no large library, starts an agent and prints its PID.

@@ -30,7 +30,7 @@ spec:
   decode: {instances: 1, tensorParallel: 1, pageSize: 8, staging: {poolSize: 1Gi}, nodeSelector: {a: b}}
   transfer: {backend: Loopback}
 """
-SHAPE = ModelShape(4, 4, 32, 4)
+SHAPE = ModelShape.kv(4, 4, 32, 4)
 LIMIT_S = 120.0
 
 

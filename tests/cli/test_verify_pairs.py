@@ -59,7 +59,7 @@ FAST_AND_SLOW_MEMORY = 3 * [(10e9, "gpu")] + 3 * [(1e9, "host")]
 
 
 def layout(tp: int, page_size: int) -> KVLayout:
-    return KVLayout(ModelShape(2, 4, 32, 4), Parallel(tp=tp), page_size)
+    return KVLayout(ModelShape.kv(2, 4, 32, 4), Parallel(tp=tp), page_size)
 
 
 def pair(number: int, speed: float, wire: str = "RDMA", **more: str) -> Measured:

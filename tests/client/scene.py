@@ -13,7 +13,7 @@ from fake_agent import WAIT_S
 from longshore_client import Busy, Half, KVLayout, ModelShape, Parallel, Reason, RoomEvent, RoomEventKind, connect
 from longshore_wire.engine_messages import Endpoint, RankAddress
 
-LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5), RankAddress(1, "10.0.0.2:7000", 6)))
 _LOOK_S = 0.01
 _LEAK_S = 60.0

@@ -338,11 +338,11 @@ def test_a_sequence_that_is_too_long_to_be_claimed_is_not_offered() -> None:
 
 
 def test_a_wrong_field_within_an_argument_is_named_with_its_path() -> None:
-    layout = KVLayout(ModelShape(2, "four", 8, 2), Parallel(), 4)
-    with pytest.raises(ArgumentError, match=r"layout\.model\.kv_heads is 'four': Expected `int`, got `str`"):
+    layout = KVLayout(ModelShape.kv(2, "four", 8, 2), Parallel(), 4)
+    with pytest.raises(ArgumentError, match=r"layout\.model\.planes\[0\]\.heads is 'four': Expected `int`, got `str`"):
         connect("/nowhere", instance="p", layout=layout)
     with pytest.raises(LayoutError, match=r"parallel\.tp is 3"):
-        connect("/nowhere", instance="p", layout=KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=3), 4))
+        connect("/nowhere", instance="p", layout=KVLayout(ModelShape.kv(2, 4, 8, 2), Parallel(tp=3), 4))
     ranks = (ENDPOINT.ranks[0], RankAddress(1, 7000, 6))
     agent, client = agent_and_client()
     with pytest.raises(ArgumentError, match=r"endpoint\.ranks\[1\]\.address is 7000: Expected `str`"):

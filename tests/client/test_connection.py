@@ -45,7 +45,7 @@ from longshore_wire.layout import TargetMemory
 OTHER_USER = f"""
 import os, sys
 import longshore_client as ls
-layout = ls.KVLayout(ls.ModelShape(2, 4, 8, 2), ls.Parallel(tp=2, tp_rank=0), 4)
+layout = ls.KVLayout(ls.ModelShape.kv(2, 4, 8, 2), ls.Parallel(tp=2, tp_rank=0), 4)
 if os.geteuid() == 0:
     os.setgroups([int(group) for group in sys.argv[2:]])
     os.setgid(65534)

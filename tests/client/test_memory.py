@@ -25,7 +25,7 @@ from longshore_client import (
 
 
 def layout(order=PageOrder.NHD, attention=Attention.HEADS, page_size=4):
-    model = ModelShape(layers=3, kv_heads=4, head_dim=8, element_bytes=2, attention=attention)
+    model = ModelShape.of(attention, layers=3, kv_heads=4, head_dim=8, element_bytes=2)
     return KVLayout(model, Parallel(tp=2, tp_rank=1), page_size, order)
 
 
@@ -147,7 +147,7 @@ def test_the_plain_geometry_addresses_each_element_of_a_contiguous_tensor(order)
 
 
 def test_mla_and_opaque_pages_have_one_plane_a_layer_and_as_many_bytes_as_the_layout_says():
-    latent = KVLayout(ModelShape(3, 1, 576, 2, Attention.LATENT), Parallel(), 4)
+    latent = KVLayout(ModelShape.latent(3, 576, 2), Parallel(), 4)
     assert len(pool_geometry(latent, 7).planes) == 3
     assert pool_geometry(latent, 7).region_bytes == (7 * 4 * latent.token_bytes,)
     opaque = pool_geometry(layout(PageOrder.OPAQUE), 7)

@@ -28,7 +28,7 @@ PAGE_TOKENS, LAYERS, HEADS, DIM = 4, 2, 2, 8
 AUX_LENGTHS = (8, 4)
 # A prompt of six tokens at a prefill engine.
 ROOM = 7
-LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
+LAYOUT = KVLayout(ModelShape.kv(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
 HANDOVER = Handover(HANDOVER_VERSION, ROOM, 6, ENDPOINT, "tokens of float32")
 

@@ -30,7 +30,7 @@ from longshore_wire.engine_messages import (
 )
 
 HEADS, TOKENS, DIM = 2, 32, 8
-LAYOUT = KVLayout(ModelShape(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
+LAYOUT = KVLayout(ModelShape.kv(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
 
 
 def endpoint(instance, address="10.0.0.1:7000"):

@@ -24,7 +24,6 @@ import msgspec
 
 from longshore_cli.metrics_page import MetricsPage
 from longshore_client import (
-    Attention,
     CacheTokens,
     Half,
     KVLayout,
@@ -175,10 +174,10 @@ class _Rank:
         import torch
 
         self.torch, self.memory = torch, TargetMemory.DEVICE
-        shape = ModelShape(layers, kv_heads, 128, 2)
+        shape = ModelShape.kv(layers, kv_heads, 128, 2)
         if latent:
-            shape = ModelShape(layers, 1, 576, 2, Attention.LATENT)
-        keys = ModelShape(layers - 1, 1, 128, 2, Attention.LATENT)
+            shape = ModelShape.latent(layers, 576, 2)
+        keys = ModelShape.latent(layers - 1, 128, 2)
         others = (KVLayout(keys, Parallel(tp, rank), page_size, name="index"),) if index else ()
         self.layout = KVLayout(shape, Parallel(tp, rank), page_size, others=others)
         self.device = torch.device("cuda", device)
@@ -208,7 +207,7 @@ class _Rank:
         import torch
 
         self.torch, self.memory = torch, TargetMemory.HOST
-        self.layout = KVLayout(ModelShape(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
+        self.layout = KVLayout(ModelShape.kv(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
         self.geometry = pool_geometry(self.layout, page_count)
         self.descriptor, mapped = create_region(self.geometry.region_bytes[0], HOST_PAGES)
         self.device = torch.device("cpu")

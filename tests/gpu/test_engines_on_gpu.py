@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 # Time for the whole demo, with loading and compiling.
 COMMAND_LIMIT_S = 240
-SHAPE = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+SHAPE = ModelShape.kv(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from longshore_lab.bench.results import MIB, Report, Series, SizeResult
 from longshore_lab.bench.scene import Course
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
-MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+MODEL = ModelShape.kv(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 # They measure until they are ended.
 ENDLESS = {
     "rooms": ["rooms", "--rooms", "4", "--repeats", "1000000"],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longshore_client import Attention, KVLayout, ModelShape, PageOrder, Parallel
+from longshore_client import KVLayout, ModelShape, PageOrder, Parallel
 from longshore_lab.test_engine.pages import Pages, content
 
-SHAPE = ModelShape(layers=3, kv_heads=4, head_dim=8, element_bytes=2)
-LATENT = ModelShape(2, 1, 24, 2, Attention.LATENT)
+SHAPE = ModelShape.kv(layers=3, kv_heads=4, head_dim=8, element_bytes=2)
+LATENT = ModelShape.latent(2, 24, 2)
 TOKENS = 32
 
 
@@ -99,7 +99,7 @@ def test_tokens_that_are_put_chunk_by_chunk_lie_where_a_whole_sequence_has_them(
 
 
 def test_content_longer_than_the_random_stream_repeats_no_row_of_a_head() -> None:
-    long = content(3, 20_000, KVLayout(ModelShape(1, 2, 32, 2), Parallel(), 16))
+    long = content(3, 20_000, KVLayout(ModelShape.kv(1, 2, 32, 2), Parallel(), 16))
     assert long.nbytes > 4 << 20
     rows = long.reshape(-1, 64).view("V64").ravel()
     assert len(np.unique(rows)) == len(rows)

@@ -30,7 +30,7 @@ from longshore_wire.engine_messages import DeviceRegion, Half
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
 
 SMALL = ModelConfig(layers=2, hidden=48, query_heads=12, kv_heads=6, head_dim=8, mlp=48, vocabulary=64)
-SHAPE = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+SHAPE = ModelShape.kv(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 
 
 @pytest.fixture

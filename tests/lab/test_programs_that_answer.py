@@ -25,7 +25,7 @@ def loud(*words):
     return honest(*words)
 transports.create = loud
 """
-SCENE = bare_path.Scene("Loopback", ModelShape(layers=2, kv_heads=2, head_dim=64, element_bytes=2), 16, 64, 2, 1)
+SCENE = bare_path.Scene("Loopback", ModelShape.kv(layers=2, kv_heads=2, head_dim=64, element_bytes=2), 16, 64, 2, 1)
 PROGRAMS = {
     "self-test": (["longshore_agent.self_test"], None, SelfTest, lambda test: test.bytes_moved == 1 << 20),
     "rate": (

@@ -19,7 +19,7 @@ from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 
 MS = 1_000_000
-MODEL = ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=2)
+MODEL = ModelShape.kv(layers=2, kv_heads=2, head_dim=16, element_bytes=2)
 PAGE_SIZE = 16
 TOKEN_BYTES = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
 DECODE = PeerId("D", 0, 0)

@@ -120,7 +120,7 @@ def scenario(mix_name: str, seed: int) -> Scenario:
     mix = MIXES[mix_name]
     draw = random.Random(f"{mix_name} {seed}")
     heads, prefills, decode = draw.choices(mix.shapes, mix.shape_weights)[0]
-    model = ModelShape(layers=3 if decode[1] == 3 else 2, kv_heads=heads, head_dim=1, element_bytes=4)
+    model = ModelShape.kv(layers=3 if decode[1] == 3 else 2, kv_heads=heads, head_dim=1, element_bytes=4)
     host_count = draw.choice((2, 2, 3, 4))
     replicas = tuple(_replicas(draw, prefills, decode, host_count, mix))
     ring_bytes = draw.choice(mix.rings)

@@ -21,7 +21,7 @@ def test_a_reader_without_memory_holds_up_its_own_slabs_and_nothing_is_sent_agai
     run = Run(
         dataclasses.replace(
             scenario("repeats", seed),
-            model=ModelShape(layers=2, kv_heads=6, head_dim=1, element_bytes=4),
+            model=ModelShape.kv(layers=2, kv_heads=6, head_dim=1, element_bytes=4),
             replicas=replicas,
             rooms=ROOMS,
             settings={"ring_bytes": 4096, "slab_bytes_min": 256, "slab_bytes_max": 512, "lease_ns": 6 * SECOND},

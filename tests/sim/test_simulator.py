@@ -61,7 +61,7 @@ def test_rooms_of_many_ranks_are_delivered_exactly_once_however_messages_are_los
         )
         for room in drawn.rooms[:12]
     )
-    model = ModelShape(layers=3, kv_heads=12, head_dim=1, element_bytes=4)
+    model = ModelShape.kv(layers=3, kv_heads=12, head_dim=1, element_bytes=4)
     settings = {**drawn.settings, "ring_bytes": 1 << 16, "force_way": None}
 
     found = play(dataclasses.replace(drawn, model=model, replicas=replicas, rooms=rooms, settings=settings))

@@ -13,7 +13,7 @@ from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
 
 # Six heads fit TP 1, 2 and 3. A token is 2,304 bytes at TP1.
-MODEL = ModelShape(layers=3, kv_heads=6, head_dim=16, element_bytes=4)
+MODEL = ModelShape.kv(layers=3, kv_heads=6, head_dim=16, element_bytes=4)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):

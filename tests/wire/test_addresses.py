@@ -12,7 +12,7 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 GOOD = Endpoint(
     "prefill-0",
-    KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2), 4),
+    KVLayout(ModelShape.kv(2, 4, 8, 2), Parallel(tp=2), 4),
     tuple(RankAddress(n, f"10.0.0.{n + 1}:1", 5) for n in range(2)),
 )
 

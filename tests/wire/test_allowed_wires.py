@@ -28,7 +28,7 @@ from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import AllowedWires, Way
 
-MODEL = ModelShape(2, 4, 16, 2)
+MODEL = ModelShape.kv(2, 4, 16, 2)
 WHOLE, HALVES = KVLayout(MODEL, Parallel(), 16), KVLayout(MODEL, Parallel(2), 16)
 FIRST, SECOND = PeerId("P", 0, 0), PeerId("P", 0, 1)
 NOW_NS = 1_000_000_000

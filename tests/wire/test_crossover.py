@@ -21,7 +21,7 @@ from longshore_wire.plan import plan
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way, Why, choose
 
-MODEL = ModelShape(2, 4, 16, 2)  # a token is 512 bytes: 2 layers, K and V, 4 heads of 32 bytes
+MODEL = ModelShape.kv(2, 4, 16, 2)  # a token is 512 bytes: 2 layers, K and V, 4 heads of 32 bytes
 WHOLE = KVLayout(MODEL, Parallel(), 16)  # a page of one plane is 2,048 bytes
 HALVES = KVLayout(MODEL, Parallel(2), 16)  # a run is 64 bytes
 PREFILL = PeerId("P", 0, 0)
@@ -254,7 +254,7 @@ def test_a_latent_is_left_to_the_table_like_any_cache_of_one_head(page_size):
     """Its pages are whole between equal sizes, also with other TP sizes, and parts of pages between others."""
     found = {}
     for attention in Attention:
-        shape = ModelShape(2, 1, 64, 2, attention)
+        shape = ModelShape.of(attention, 2, 1, 64, 2)
         core = session(KVLayout(shape, Parallel(), 16), KVLayout(shape, Parallel(), page_size))
         core.receive(PREFILL, WireFound(7, 1, "TCP"), NOW_NS)
         found[attention] = claims(core)

@@ -36,7 +36,7 @@ def test_slabs_that_do_not_fit_twice_into_the_ring_are_malformed(ring_bytes: int
 def test_slabs_that_end_within_an_opaque_page_are_malformed(slab_tokens: int, field: str) -> None:
     layout = KVLayout(MODEL, Parallel(), 16, PageOrder.OPAQUE)
     config = SessionConfig("d", "D", 9, layout)
-    route = Pair(0, 0, (0, 2), (0, 4), 4096, Way.STAGED, unit_tokens=16)
+    route = Pair(0, 0, (0, 2), ((0, 4),), 4096, Way.STAGED, unit_tokens=16)
     pair = TargetPair(PairKey(RoomKey("P", 2), 0, 0, 7, 9, "D"), FIRST, route, Way.STAGED)
     demand = Demand(pair.pair, slab_tokens, -(-90 // slab_tokens), 0)
 
@@ -50,7 +50,7 @@ def test_slabs_that_end_within_an_opaque_page_are_malformed(slab_tokens: int, fi
 
 def test_more_slabs_than_any_source_cuts_are_malformed() -> None:
     config = SessionConfig("d", "D", 9, KVLayout(MODEL, Parallel(), 16))
-    route = Pair(0, 0, (0, 2), (0, 4), 512, Way.STAGED)
+    route = Pair(0, 0, (0, 2), ((0, 4),), 512, Way.STAGED)
     pair = TargetPair(PairKey(RoomKey("P", 2), 0, 0, 7, 9, "D"), FIRST, route, Way.STAGED)
 
     with pytest.raises(RoomError, match="slab_count is 300000") as raised:

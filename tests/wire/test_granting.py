@@ -15,7 +15,7 @@ from longshore_wire.slabs import ALIGNMENT_BYTES, SlabGrid, slab_bytes
 from longshore_wire.states import TargetEvent, TargetRoomEvent, TargetSlab
 from longshore_wire.ways import Way
 
-LAYOUT = KVLayout(ModelShape(1, 1, 16, 4), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(1, 1, 16, 4), Parallel(), 16)
 TOKEN_BYTES = 128
 SLAB_TOKENS = 8
 SLAB_BYTES = slab_bytes(SLAB_TOKENS * TOKEN_BYTES)
@@ -29,7 +29,7 @@ def _granter(ring_slabs: int, window: int = 4) -> Granter:
 def _room(number: int, source_rank: int, slabs: int, ready: int | None = None) -> TargetRoom:
     key = RoomKey("P", number)
     peer = PeerId("P", 0, source_rank)
-    route = Pair(source_rank, 0, (0, 1), (0, 1), TOKEN_BYTES, Way.STAGED)
+    route = Pair(source_rank, 0, (0, 1), ((0, 1),), TOKEN_BYTES, Way.STAGED)
     pair = TargetPair(PairKey(key, source_rank, 0, 1, 1, "D"), peer, route, Way.STAGED)
     pair.grid = SlabGrid(0, slabs * SLAB_TOKENS, SLAB_TOKENS)
     pair.states = [TargetSlab.WANTED] * slabs

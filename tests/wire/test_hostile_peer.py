@@ -41,7 +41,7 @@ from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
 MS = 1_000_000
-MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+MODEL = ModelShape.kv(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 NUMBERS = [-(2**62), -1, 0, 0, 1, 2, 3, 7, 16, 64, 100, 2**31, 2**40, 2**62]
 OURS, THEIRS = 10, 20
 GEOMETRIES = (PoolGeometry(1, (1,), ()), pool_geometry(KVLayout(MODEL, Parallel(tp=2), 4), 32))

@@ -13,7 +13,6 @@ from longshore_wire import layout as layouts
 from longshore_wire import names
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import (
-    Attention,
     KVLayout,
     ModelShape,
     PageOrder,
@@ -22,7 +21,7 @@ from longshore_wire.layout import (
     PoolGeometry,
 )
 
-MODEL = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
+MODEL = ModelShape.kv(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
 
 
 def layout(model: ModelShape = MODEL, page_size: int = 16, order: PageOrder = PageOrder.NHD, **sizes: int) -> KVLayout:
@@ -32,17 +31,17 @@ def layout(model: ModelShape = MODEL, page_size: int = 16, order: PageOrder = Pa
 @pytest.mark.parametrize("heads", [1, 2, 8, 10, 12])
 def test_shared_head_counts_are_those_that_ranks_of_all_tp_sizes_hold_in_common(heads: int) -> None:
     sizes = [tp for tp in range(1, 2 * heads + 1) if heads % tp == 0 or tp % heads == 0]
-    ranks = [layout(ModelShape(2, heads, 64, 2), tp=tp, tp_rank=rank) for tp in sizes for rank in range(tp)]
+    ranks = [layout(ModelShape.kv(2, heads, 64, 2), tp=tp, tp_rank=rank) for tp in sizes for rank in range(tp)]
     for one in ranks:
         common = {len(set(one.heads) & set(other.heads)) for other in ranks} - {0}
-        assert one.shared_head_counts == tuple(sorted(common, reverse=True))
+        assert one.shared_head_counts(heads) == tuple(sorted(common, reverse=True))
 
 
 @given(layers=st.integers(1, 100), heads=st.sampled_from([1, 2, 4, 8, 12]), tp=st.integers(1, 16), pp=st.integers(1, 8))
 def test_ranks_of_a_replica_hold_each_layer_and_head_as_often_as_there_are_replicas(
     layers: int, heads: int, tp: int, pp: int
 ) -> None:
-    one = layout(ModelShape(layers, heads, 64, 2), tp=tp, pp=pp)
+    one = layout(ModelShape.kv(layers, heads, 64, 2), tp=tp, pp=pp)
     if (heads % tp and tp % heads) or pp > layers:
         with pytest.raises(LayoutError):
             one.check()
@@ -64,13 +63,13 @@ def test_a_token_of_a_70b_model_takes_the_bytes_that_its_card_says() -> None:
     assert layout(tp=4).token_bytes == 81920
     assert layout(tp=4, pp=2).token_bytes == 40960
     assert layout(tp=16).token_bytes == 40960
-    assert layout(ModelShape(61, 1, 576, 2, Attention.LATENT), tp=8).token_bytes == 61 * 576 * 2
+    assert layout(ModelShape.latent(61, 576, 2), tp=8).token_bytes == 61 * 576 * 2
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (layout(tp=3), r"parallel\.tp is 3 and model\.kv_heads is 8"),
+        (layout(tp=3), r"parallel\.tp is 3 and model\.planes\[0\]\.heads is 8"),
         (layout(tp=4, tp_rank=4), r"parallel\.tp_rank is 4: .* 0 to 3"),
         (layout(tp=4, tp_rank=-1), r"parallel\.tp_rank is -1"),
         (layout(pp=2, pp_rank=2), r"parallel\.pp_rank is 2"),
@@ -79,11 +78,10 @@ def test_a_token_of_a_70b_model_takes_the_bytes_that_its_card_says() -> None:
         (layout(pp=81), r"parallel\.pp is 81: a model of 80 layers"),
         (layout(tp=1024, pp=4), r"parallel\.tp is 1024 and parallel\.pp is 4: at most 2048 ranks"),
         (layout(page_size=0), "page_size is 0"),
-        (layout(ModelShape(0, 8, 128, 2)), r"model\.layers is 0"),
-        (layout(ModelShape(80, 0, 128, 2)), r"model\.kv_heads is 0"),
-        (layout(ModelShape(80, 8, 0, 2)), r"model\.head_dim is 0"),
-        (layout(ModelShape(80, 8, 128, 8)), r"model\.element_bytes is 8"),
-        (layout(ModelShape(80, 8, 128, 2, Attention.LATENT)), r"model\.kv_heads is 8 .* LATENT"),
+        (layout(ModelShape.kv(0, 8, 128, 2)), r"model\.layers is 0"),
+        (layout(ModelShape.kv(80, 0, 128, 2)), r"model\.planes\[0\]\.heads is 0"),
+        (layout(ModelShape.kv(80, 8, 0, 2)), r"model\.planes\[0\]\.row_bytes is 0"),
+        (layout(ModelShape.kv(80, 8, 128, 8)), r"model\.element_bytes is 8"),
         (msgspec.structs.replace(layout(), layer_range=(10, 81)), r"layer_range is \(10, 81\)"),
         (msgspec.structs.replace(layout(), layer_range=(10, 10)), r"layer_range is \(10, 10\)"),
         (msgspec.structs.replace(layout(pp=2), stage_layers=(40, 20, 20)), r"stage_layers is \(40, 20, 20\): give 2 "),
@@ -122,10 +120,10 @@ def dense_pool(one: KVLayout, page_count: int) -> PoolGeometry:
     return PoolGeometry(page_count, (one.plane_count * page_stride * page_count,), planes)
 
 
-@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND, PageOrder.OPAQUE])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_dense_pool_of_every_order_fits_its_region_to_the_byte(order: PageOrder, page_size: int) -> None:
-    one = layout(ModelShape(2, 4, 8, 2), page_size, order, tp=2)
+    one = layout(ModelShape.kv(2, 4, 8, 2), page_size, order, tp=2)
     pool = dense_pool(one, page_count=3)
     pool.check(one)
     short = msgspec.structs.replace(pool, region_bytes=(pool.region_bytes[0] - 1,))
@@ -134,7 +132,7 @@ def test_a_dense_pool_of_every_order_fits_its_region_to_the_byte(order: PageOrde
 
 
 def test_k_and_v_may_be_interleaved_in_one_page() -> None:
-    one = layout(ModelShape(1, 2, 4, 2), page_size=4)
+    one = layout(ModelShape.kv(1, 2, 4, 2), page_size=4)
     half_bytes = 4 * 2 * 8
     planes = tuple(PlaneGeometry(0, kind * half_bytes, 2 * half_bytes, 16, 8) for kind in range(2))
     PoolGeometry(5, (5 * 2 * half_bytes,), planes).check(one)
@@ -153,7 +151,7 @@ def test_k_and_v_may_be_interleaved_in_one_page() -> None:
     ],
 )
 def test_pages_that_overlap_or_leave_their_region_are_refused_by_field(change: dict[str, int], message: str) -> None:
-    one = layout(ModelShape(1, 2, 4, 2), page_size=4)
+    one = layout(ModelShape.kv(1, 2, 4, 2), page_size=4)
     pool = dense_pool(one, page_count=3)
     plane = msgspec.structs.replace(pool.planes[0], **change)
     with pytest.raises(LayoutError, match=message):
@@ -170,7 +168,7 @@ def transposed(one: KVLayout, pages: int = 3) -> PoolGeometry:
 
 
 def test_the_elements_of_a_head_may_lie_apart_and_then_its_tokens_beside_each_other() -> None:
-    one = layout(ModelShape(1, 2, 8, 2), 4, PageOrder.HND)
+    one = layout(ModelShape.kv(1, 2, 8, 2), 4, PageOrder.HND)
     pool = transposed(one)
     pool.check(one)
     for name, value in (("element_stride", 6), ("token_stride", 1), ("head_stride", 30)):
@@ -179,13 +177,13 @@ def test_the_elements_of_a_head_may_lie_apart_and_then_its_tokens_beside_each_ot
             msgspec.structs.replace(pool, planes=planes).check(one)
     with pytest.raises(LayoutError, match=r"planes\[0\] ends at byte"):
         msgspec.structs.replace(pool, region_bytes=(pool.region_bytes[0] // 3,)).check(one)
-    blob = layout(ModelShape(1, 2, 8, 2), 4, PageOrder.OPAQUE)
+    blob = layout(ModelShape.kv(1, 2, 8, 2), 4, PageOrder.OPAQUE)
     with pytest.raises(LayoutError, match="element_stride is 2"):
         PoolGeometry(1, (4096,), (PlaneGeometry(0, 0, 256, 0, 128, 2),)).check(blob)
 
 
 def test_a_pool_needs_a_plane_for_each_kind_of_each_layer_and_at_least_a_page() -> None:
-    one = layout(ModelShape(2, 2, 4, 2), page_size=4)
+    one = layout(ModelShape.kv(2, 2, 4, 2), page_size=4)
     pool = dense_pool(one, page_count=3)
     with pytest.raises(LayoutError, match=r"planes has 3 entries: .* have 4"):
         msgspec.structs.replace(pool, planes=pool.planes[:3]).check(one)
@@ -201,7 +199,7 @@ def test_an_accepted_geometry_never_gives_one_byte_to_two_entries(
     strides: tuple[int, int, int], counts: tuple[int, int, int]
 ) -> None:
     page_count, page_size, heads = counts
-    one = KVLayout(ModelShape(1, heads, 3, 1, Attention.HEADS), Parallel(), page_size)
+    one = KVLayout(ModelShape.kv(1, heads, 3, 1), Parallel(), page_size)
     plane = PlaneGeometry(0, 5, *strides)
     pool = PoolGeometry(page_count, (1000,), (plane, plane))
     bytes_taken: Counter[int] = Counter()
@@ -236,7 +234,7 @@ def test_layouts_with_too_many_caches_are_refused_and_not_kept() -> None:
 
 
 def test_the_caches_of_a_rank_have_its_place_and_what_is_wrong_with_one_is_named() -> None:
-    other = KVLayout(ModelShape(3, 4, 16, 2), Parallel(), 8, name="draft")
+    other = KVLayout(ModelShape.kv(3, 4, 16, 2), Parallel(), 8, name="draft")
     found = KVLayout(MODEL, Parallel(tp=4, tp_rank=2), 16, others=(other,))
     found.check()
     assert [(cache.name, cache.parallel, cache.page_size) for cache in found.caches] == [

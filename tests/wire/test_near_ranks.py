@@ -9,14 +9,14 @@ from longshore_wire import claims
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
-from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.plan import plan
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way
 
-HEADS = ModelShape(2, 4, 16, 2)
-LATENT = ModelShape(2, 1, 16, 2, Attention.LATENT)
+HEADS = ModelShape.kv(2, 4, 16, 2)
+LATENT = ModelShape.latent(2, 16, 2)
 
 
 def claimed_way(agent: str, near: Staging | None, model: ModelShape = HEADS) -> Way:

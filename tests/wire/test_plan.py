@@ -81,7 +81,7 @@ def check_against_oracle(
 
 @st.composite
 def model_shapes(draw: st.DrawFn) -> ModelShape:
-    return ModelShape(
+    return ModelShape.kv(
         layers=draw(st.integers(1, 13)),
         kv_heads=draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])),
         head_dim=draw(st.sampled_from([1, 64, 128])),
@@ -101,7 +101,7 @@ def parallel_sizes(draw: st.DrawFn, model: ModelShape) -> tuple[int, int]:
 def test_every_target_element_is_written_exactly_once_from_a_source_that_holds_it(data: st.DataObject) -> None:
     model = data.draw(model_shapes())
     if data.draw(st.booleans()):
-        model = msgspec.structs.replace(model, kv_heads=1, attention=Attention.LATENT)
+        model = ModelShape.latent(model.layers, model.head_dim, model.element_bytes)
     (source_tp, source_pp), (target_tp, target_pp) = data.draw(parallel_sizes(model)), data.draw(parallel_sizes(model))
     dp_rank = data.draw(st.integers(0, 3))
     target = KVLayout(model, Parallel(tp=target_tp, pp=target_pp, dp=4, dp_rank=dp_rank), page_size=16)
@@ -133,7 +133,7 @@ def test_every_target_element_is_written_exactly_once_from_a_source_that_holds_i
 def test_known_layouts_meet_the_oracle(
     layers: int, kv_heads: int, source_sizes: tuple[int, int], target_sizes: tuple[int, int], pair_count: int
 ) -> None:
-    model = ModelShape(layers, kv_heads, 128, 2)
+    model = ModelShape.kv(layers, kv_heads, 128, 2)
     made = plan(layout(model, *source_sizes), layout(model, *target_sizes))
     sources = [held(model, *source_sizes, rank) for rank in range(source_sizes[0] * source_sizes[1])]
     targets = [held(model, *target_sizes, rank) for rank in range(target_sizes[0] * target_sizes[1])]
@@ -144,7 +144,7 @@ def test_known_layouts_meet_the_oracle(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_stages_that_were_given_their_layers_meet_the_oracle(data: st.DataObject) -> None:
-    model = ModelShape(20, 4, 8, 2)
+    model = ModelShape.kv(20, 4, 8, 2)
     sides, told, memories = [], [], []
     for _ in range(2):
         cuts = sorted(data.draw(st.sets(st.integers(1, 19), max_size=3)))
@@ -169,7 +169,7 @@ def test_stages_that_were_given_their_layers_meet_the_oracle(data: st.DataObject
 def test_readers_of_all_dp_ranks_together_use_every_replica_alike(
     kv_heads: int, source_tp: int, target_tp: int
 ) -> None:
-    model = ModelShape(4, kv_heads, 64, 2)
+    model = ModelShape.kv(4, kv_heads, 64, 2)
     load: Counter[int] = Counter()
     for dp_rank in range(8):
         target = KVLayout(model, Parallel(tp=target_tp, dp=8, dp_rank=dp_rank), page_size=16)
@@ -187,7 +187,7 @@ def test_readers_of_all_dp_ranks_together_use_every_replica_alike(
 def test_rooms_whose_ids_follow_each_other_by_any_step_are_dealt_evenly_to_replicas(
     replicas: int, first_room: int, step: int, dp_rank: int
 ) -> None:
-    model, rooms = ModelShape(4, 2, 64, 2), 16 * replicas
+    model, rooms = ModelShape.kv(4, 2, 64, 2), 16 * replicas
     source = layout(model, 2 * replicas)
     target = KVLayout(model, Parallel(tp=2, dp=4, dp_rank=dp_rank), page_size=16)
     sources = [held(model, 2 * replicas, 1, rank) for rank in range(2 * replicas)]
@@ -204,7 +204,7 @@ def test_rooms_whose_ids_follow_each_other_by_any_step_are_dealt_evenly_to_repli
 
 @pytest.mark.parametrize(("blob_bytes", "page_bytes"), [(0, 16 * 2 * 128 * 2), (1000, 1000)])
 def test_a_pair_of_opaque_pages_carries_each_page_whole_that_its_tokens_touch(blob_bytes: int, page_bytes: int) -> None:
-    model = ModelShape(3, 8, 128, 2)
+    model = ModelShape.kv(3, 8, 128, 2)
     opaque = {"order": PageOrder.OPAQUE, "blob_bytes": blob_bytes}
     (one, other) = plan(layout(model, 2, **opaque), layout(model, 1, **opaque)).pairs
     assert one.payload_bytes(16, 64) == 3 * 3 * 4 * page_bytes
@@ -213,7 +213,7 @@ def test_a_pair_of_opaque_pages_carries_each_page_whole_that_its_tokens_touch(bl
     assert (16 * one.token_bytes - 3 * 4 * page_bytes) in range(16)
 
 
-MLA = ModelShape(61, 1, 576, 2, Attention.LATENT)
+MLA = ModelShape.latent(61, 576, 2)
 
 
 def test_an_mla_model_has_one_writer_for_each_reader_spread_over_the_source_ranks() -> None:
@@ -232,7 +232,7 @@ def test_a_latent_is_staged_when_staging_is_always_and_read_from_one_rank() -> N
     assert max(len(made.of_source(rank)) for rank in range(8)) == 1
 
 
-GQA = ModelShape(80, 8, 128, 2)
+GQA = ModelShape.kv(80, 8, 128, 2)
 
 
 @pytest.mark.parametrize(
@@ -266,11 +266,11 @@ def test_the_way_follows_from_heads_pages_orders_and_switches(
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        (layout(GQA, 4), layout(ModelShape(80, 4, 128, 2), 4), r"model\.kv_heads is 8 .* 4"),
-        (layout(GQA, 4), layout(ModelShape(79, 8, 128, 2), 4), r"model\.layers is 80 .* 79"),
-        (layout(GQA, 4), layout(ModelShape(80, 8, 64, 2), 4), r"model\.head_dim is 128 .* 64"),
-        (layout(GQA, 4), layout(ModelShape(80, 8, 128, 1), 4), r"model\.element_bytes is 2 .* 1"),
-        (layout(GQA, 3), layout(GQA, 4), r"source: parallel\.tp is 3 and model\.kv_heads is 8"),
+        (layout(GQA, 4), layout(ModelShape.kv(80, 4, 128, 2), 4), r"model\.planes\[0\]\.heads is 8 .* 4"),
+        (layout(GQA, 4), layout(ModelShape.kv(79, 8, 128, 2), 4), r"model\.layers is 80 .* 79"),
+        (layout(GQA, 4), layout(ModelShape.kv(80, 8, 64, 2), 4), r"model\.planes\[0\]\.row_bytes is 256 .* 128"),
+        (layout(GQA, 4), layout(ModelShape.kv(80, 8, 128, 1), 4), r"model\.element_bytes is 2 .* 1"),
+        (layout(GQA, 3), layout(GQA, 4), r"source: parallel\.tp is 3 and model\.planes\[0\]\.heads is 8"),
         (layout(GQA, 4), layout(GQA, 12), r"target: parallel\.tp is 12"),
         (layout(GQA, 4, order=PageOrder.OPAQUE), layout(GQA, 4), r"order is OPAQUE .* NHD"),
         (
@@ -347,7 +347,7 @@ def test_slices_in_the_summary_are_the_runs_that_are_contiguous_on_both_sides(
     tps: tuple[int, int], page_sizes: tuple[int, int], orders: tuple[PageOrder, PageOrder], tokens: int
 ) -> None:
     assume(page_sizes[0] != page_sizes[1] or tokens % page_sizes[0] == 0)
-    model = ModelShape(1, 4, 1, 1)
+    model = ModelShape.kv(1, 4, 1, 1)
     sides = [
         layout(model, tp, page_size=page_size, order=order)
         for tp, page_size, order in zip(tps, page_sizes, orders, strict=True)
@@ -369,7 +369,7 @@ def test_slices_in_the_summary_are_the_runs_that_are_contiguous_on_both_sides(
 
 
 def test_an_unchecked_layout_with_a_long_name_makes_no_long_text() -> None:
-    model = ModelShape(2, 4, 16, 2)
+    model = ModelShape.kv(2, 4, 16, 2)
     ours = KVLayout(model, Parallel(), 16)
     for theirs in (
         msgspec.structs.replace(ours, name="n" * 60_000),
@@ -381,8 +381,8 @@ def test_an_unchecked_layout_with_a_long_name_makes_no_long_text() -> None:
 
 
 def test_a_source_rank_is_idle_only_if_it_is_so_in_every_cache() -> None:
-    kv = KVLayout(ModelShape(4, 4, 16, 2), Parallel(tp=4), 16)
-    latent = KVLayout(ModelShape(4, 1, 16, 2), Parallel(), 16, name="latent")
+    kv = KVLayout(ModelShape.kv(4, 4, 16, 2), Parallel(tp=4), 16)
+    latent = KVLayout(ModelShape.kv(4, 1, 16, 2), Parallel(), 16, name="latent")
     source = msgspec.structs.replace(kv, others=(latent,))
     target = msgspec.structs.replace(source, parallel=Parallel())
     first, second = plans(source, target)

@@ -14,7 +14,7 @@ from longshore_wire.peer_messages import Abort, Attach, Claim, PairKey, PoolInfo
 from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
-LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 SOUND = pool_geometry(LAYOUT, 64)
 PEER = PeerId("D", 0, 0)
 

@@ -22,7 +22,7 @@ from longshore_wire.peer_messages import (
 from longshore_wire.source import SourceSession
 from longshore_wire.ways import Way
 
-ONE = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+ONE = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 LAYOUT = msgspec.structs.replace(ONE, others=(msgspec.structs.replace(ONE, name="draft"),))
 KEY, DECODE = RoomKey("P", 1), PeerId("D", 0, 0)
 PAGES = b"".join(number.to_bytes(4, "little") for number in range(4))

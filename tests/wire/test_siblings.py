@@ -14,7 +14,7 @@ from longshore_wire.peer_messages import RoomKey
 from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 
-MODEL = ModelShape(2, 4, 16, 2)
+MODEL = ModelShape.kv(2, 4, 16, 2)
 LAYOUT = KVLayout(MODEL, Parallel(tp=2, tp_rank=1), 16)
 KEY = RoomKey("P", 5)
 

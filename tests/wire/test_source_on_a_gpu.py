@@ -17,7 +17,7 @@ from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way
 
-LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 RING = RegionInfo(4096, 1 << 20)
 POOL = PoolInfo(0, pool_geometry(LAYOUT, 64), (1 << 21,))
 KEY = RoomKey("P", 1)

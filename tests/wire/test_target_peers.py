@@ -15,7 +15,7 @@ from longshore_wire.links import PeerState
 from longshore_wire.peer_messages import Attach, RoomKey
 from longshore_wire.target import TargetSession
 
-LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 PREFILL = PeerId("P", 0, 0)
 MINUTE_NS = 60 * SECOND_NS
 

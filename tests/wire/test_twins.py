@@ -27,7 +27,7 @@ from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
-LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
 PREFILL, DECODE = PeerId("P", 0, 0), PeerId("D", 0, 0)
 ENDPOINT = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
 

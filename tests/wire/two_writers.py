@@ -20,7 +20,7 @@ from longshore_wire.source import SourceSession
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Way
 
-MODEL = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
+MODEL = ModelShape.kv(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
 KEY = RoomKey("P", 1)
 HALVES = KVLayout(MODEL, Parallel(tp=2), 16)
 TOKENS = 64

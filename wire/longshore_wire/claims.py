@@ -199,9 +199,12 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
         raise RingError(f"decode {attach.instance} has no ring: it cannot take staged slabs")
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
-    count, unit = claim.end_token - claim.first_token, (found.pair.unit_bytes, found.pair.unit_tokens)
+    first, end = found.pair.units_of(claim.first_token, claim.end_token)
+    count, unit = end - first, (found.pair.unit_bytes, found.pair.unit_tokens)
     cache = claim.pair.cache
     page = max(config.layout.caches[cache].page_size, attach.layout.caches[cache].page_size)
+    if found.pair.slot:
+        page = 1
     if claim.way in IN_PLACE:
         count_min = 2 * config.lane_count
         if claim.way is Way.DIRECT and config.direct_slab_bytes:
@@ -213,7 +216,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     else:
         least, lanes = config.slab_bytes_min, config.lane_count
         tokens = staged_tokens(count, unit, limit_bytes=limit, minimum_bytes=least, lane_count=lanes, page=page)
-    cut = SlabGrid(claim.first_token, claim.end_token, tokens)
+    cut = SlabGrid(first, end, tokens)
     if cut.count > SLABS_MAX:
         raise RoomError(
             f"{count} tokens make {cut.count} slabs, at most {SLABS_MAX} are allowed: enlarge the staging buffers",
@@ -232,6 +235,8 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, wanted: CachePages, d
     first, end = wanted.first_token, wanted.end_token
     if pair.route is None:
         first = end
+    else:
+        first, end = pair.route.units_of(first, end)
     cut = SlabGrid(first, end, max(demand.slab_tokens, 1))
     if (cut.slab_tokens, cut.count) != (demand.slab_tokens, demand.slab_count):
         raise RoomError(
@@ -258,7 +263,12 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, wanted: CachePages, d
 
 
 def check_prefix(first_token: int, pair: Pair) -> None:
-    """Raise RoomError if the target's prefix ends within an opaque page."""
+    """Raise RoomError if the target's prefix ends within an opaque page, or a slot is not wanted whole."""
+    if pair.slot and first_token:
+        raise RoomError(
+            f"tokens from {first_token} on are wanted of a slot, which has the state after all of them: begin at token 0",
+            reason=Reason.UNSUPPORTED,
+        )
     if first_token % pair.unit_tokens:
         raise RoomError(
             f"tokens from {first_token} on are wanted, within a page of {pair.unit_tokens} tokens whose content is opaque: "
@@ -270,7 +280,6 @@ def check_prefix(first_token: int, pair: Pair) -> None:
 def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) -> None:
     cache = claim.pair.cache
     layout = attach.layout.caches[cache]
-    size = layout.page_size
     pool = attach.pool(cache)
     if pool is None or len(pool.region_addresses) != len(pool.geometry.region_bytes):
         raise RoomError(
@@ -287,7 +296,7 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
                 reason=Reason.MALFORMED_MESSAGE,
             )
         sound[cache] = pool
-    needed = -(-claim.end_token // size) - claim.first_token // size
+    needed = layout.pages_of(claim.first_token, claim.end_token)[1]
     if claim.page_count != needed:
         raise RoomError(
             f"tokens [{claim.first_token}, {claim.end_token}) lie in {needed} pages, the claim lists {claim.page_count}",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +21,10 @@ from longshore_wire.names import Labelled, is_instance_name
 LAYERS_MAX = 4096
 HEADS_MAX = 4096
 HEAD_DIM_MAX = 65536
+# Planes of a layer: K and V, or the sections of a recurrent state.
+PLANES_MAX = 16
+ROWS_MAX = 65536
+ROW_BYTES_MAX = 1 << 30
 PAGE_SIZE_MAX = 65536
 TP_MAX = 1024
 PP_MAX = 128
@@ -41,6 +47,7 @@ class PageOrder(IntEnum):
     NHD = 0  # [token, head, dim]
     HND = 1  # [head, token, dim]
     OPAQUE = 2  # [head, bytes]: one blob per page and head (K and V together); tokens cannot be split
+    SLOT = 3  # [row, head, bytes] of each plane: no tokens, but one recurrent state of a sequence
 
 
 class Attention(IntEnum):
@@ -57,27 +64,85 @@ class TargetMemory(Labelled):
     HOST = 1  # host memory beside the device's
 
 
-class ModelShape(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a layout that must be equal on both sides of a transfer.
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """What each layer of a cache has of one kind: K, V, a latent, or a section of a recurrent state.
 
-    With Attention.LATENT `kv_heads` is 1 and `head_dim` is the length of the latent with its rotary part.
+    Heads are split over tensor parallel ranks. With fewer heads than ranks, ranks hold replicas.
+
+    Attributes:
+        heads: of the whole model.
+        row_bytes: of one head of one token; with PageOrder.SLOT of one row of a head.
+        rows: with PageOrder.SLOT, rows of a head; otherwise 1.
     """
 
+    heads: int
+    row_bytes: int
+    rows: int = 1
+
+
+class ModelShape(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a cache's layout that must be equal on both sides of a transfer. `kv` and `latent` make the usual ones."""
+
     layers: int
-    kv_heads: int
-    head_dim: int  # elements
+    planes: tuple[Plane, ...]
     element_bytes: int
-    attention: Attention = Attention.HEADS
+
+    @classmethod
+    def kv(cls, layers: int, kv_heads: int, head_dim: int, element_bytes: int) -> ModelShape:
+        """Return the shape of K and V of MHA, GQA or MQA. `head_dim` is in elements."""
+        return cls(layers, (Plane(kv_heads, head_dim * element_bytes),) * 2, element_bytes)
+
+    @classmethod
+    def latent(cls, layers: int, width: int, element_bytes: int) -> ModelShape:
+        """Return the shape of latents of MLA. `width` is in elements, with the rotary part."""
+        return cls(layers, (Plane(1, width * element_bytes),), element_bytes)
+
+    @classmethod
+    def of(cls, attention: Attention, layers: int, kv_heads: int, head_dim: int, element_bytes: int) -> ModelShape:
+        """Return the shape of a model with this attention: one plane a layer with LATENT, otherwise K and V."""
+        planes = (Plane(kv_heads, head_dim * element_bytes),) * (1 if attention is Attention.LATENT else 2)
+        return cls(layers, planes, element_bytes)
+
+    @property
+    def attention(self) -> Attention:
+        """LATENT if a layer has one plane, otherwise HEADS."""
+        return Attention.LATENT if len(self.planes) == 1 else Attention.HEADS
 
     @property
     def kinds(self) -> int:
-        """Entries of one head of one token in one layer: K and V, or the latent alone."""
-        return 1 if self.attention is Attention.LATENT else 2
+        """Planes of a layer: K and V, or the latent alone."""
+        return len(self.planes)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the first plane."""
+        return self.planes[0].heads
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token in K (or V) of one layer."""
-        return self.head_dim * self.element_bytes
+        """Bytes of one row of the first plane: of one head of one token in K."""
+        return self.planes[0].row_bytes
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one row of the first plane."""
+        return self.head_bytes // self.element_bytes
+
+
+class Section(NamedTuple):
+    """Consecutive planes of a layer that are equal, so that one copy moves them.
+
+    Attributes:
+        first: index of the first of them.
+        kinds: how many there are.
+        heads, row_bytes, rows: of each, as `Plane`. With PageOrder.OPAQUE a row is a blob.
+    """
+
+    first: int
+    kinds: int
+    heads: int
+    row_bytes: int
+    rows: int
 
 
 class Parallel(msgspec.Struct, frozen=True, array_like=True):
@@ -133,9 +198,20 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return range(first, first + share + (1 if rank < extra else 0))
 
     @property
+    def sections(self) -> tuple[Section, ...]:
+        """The planes of a layer, grouped."""
+        if self.order is PageOrder.OPAQUE:
+            return (Section(0, 1, self.model.kv_heads, self.opaque_bytes, 1),)
+        return _sections(self.model.planes, joined=self.order is not PageOrder.SLOT)
+
+    @property
     def heads(self) -> range:
-        """Global indexes of this rank's KV heads. With more ranks than heads, ranks hold replicas."""
-        heads, tp, rank = self.model.kv_heads, self.parallel.tp, self.parallel.tp_rank
+        """Global indexes of this rank's heads in the first section. With more ranks than heads, ranks hold replicas."""
+        return self.heads_of(self.model.kv_heads)
+
+    def heads_of(self, heads: int) -> range:
+        """Return the global indexes of this rank's heads of a plane with so many."""
+        tp, rank = self.parallel.tp, self.parallel.tp_rank
         if heads % tp == 0:
             share = heads // tp
             return range(rank * share, (rank + 1) * share)
@@ -144,17 +220,20 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks of a TP group that hold each head."""
+        """Number of ranks of a TP group that hold each head of the first section."""
         return max(1, self.parallel.tp // self.model.kv_heads)
 
-    @property
-    def shared_head_counts(self) -> tuple[int, ...]:
-        """The possible numbers of heads that this rank shares with a rank of any TP size, descending, without repeats."""
-        own, total = self.heads, self.model.kv_heads
+    def shared_head_counts(self, heads: int) -> tuple[int, ...]:
+        """Return the possible numbers of a plane's heads that this rank shares with a rank of any TP size, descending.
+
+        Args:
+            heads: of the plane.
+        """
+        own = self.heads_of(heads)
         counts = {
             min(own.stop, first + share) - max(own.start, first)
-            for share in range(1, total + 1)
-            if total % share == 0
+            for share in range(1, heads + 1)
+            if heads % share == 0
             for first in range(own.start // share * share, own.stop, share)
         }
         return tuple(sorted(counts, reverse=True))
@@ -162,28 +241,39 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def plane_count(self) -> int:
         """Number of planes in this rank's pool; PoolGeometry defines their order."""
-        return len(self.layers) * (1 if self.order is PageOrder.OPAQUE else self.model.kinds)
+        return len(self.layers) * sum(section.kinds for section in self.sections)
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens of one indivisible unit: one, or a whole page if its content is opaque."""
+        """Tokens of one indivisible unit: one, or a whole page if its content is opaque. Of a slot, a unit is one layer."""
         return self.page_size if self.order is PageOrder.OPAQUE else 1
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of one head of one unit in one layer: K and V of a token (or its latent), or a blob."""
-        if self.order is PageOrder.OPAQUE:
-            return self.opaque_bytes
-        return self.model.kinds * self.model.head_bytes
 
     @property
     def opaque_bytes(self) -> int:
         """Bytes of one blob: one page of one head in one layer, with PageOrder.OPAQUE."""
         return self.blob_bytes or self.page_size * self.model.kinds * self.model.head_bytes
 
+    def pages_of(self, first_token: int, end_token: int) -> tuple[int, int]:
+        """Return the number of the first page that holds tokens [first, end), and how many pages do.
+
+        A slot's pages are those of its layers, for any tokens.
+        """
+        if self.order is PageOrder.SLOT:
+            return 0, -(-len(self.layers) // self.page_size) if first_token < end_token else 0
+        first = first_token // self.page_size
+        return first, -(-end_token // self.page_size) - first if first_token < end_token else 0
+
+    @property
+    def pages_text(self) -> str:
+        """Name what a page holds, in texts."""
+        return f"pages of {self.page_size} {'layers' if self.order is PageOrder.SLOT else 'tokens'}"
+
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers and heads of this rank; for opaque pages its share of the page, rounded up."""
+        """Bytes of one token in all layers and heads of this rank; for opaque pages its share of the page, rounded up.
+
+        A slot has as many a layer.
+        """
         return -(-self.rank_unit_bytes // self.unit_tokens)
 
     @property
@@ -193,8 +283,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rank_unit_bytes(self) -> int:
-        """Bytes of one unit in all layers and heads of this rank."""
-        return len(self.layers) * len(self.heads) * self.unit_bytes
+        """Bytes of one unit in all layers and heads of this rank; of a slot, of its heads in one layer."""
+        layers = 1 if self.order is PageOrder.SLOT else len(self.layers)
+        return layers * sum(
+            section.kinds * len(self.heads_of(section.heads)) * section.rows * section.row_bytes
+            for section in self.sections
+        )
 
     @property
     def rank(self) -> int:
@@ -231,7 +325,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
             return
         if not is_instance_name(self.name):
             raise LayoutError(f"name is {self.name[:120]!r}: give a cache a name as an instance has one")
-        _check_model(self.model)
+        _check_model(self.model, self.order)
         _check_parallel(self.parallel, self.model)
         _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
         _check_layers(self)
@@ -266,14 +360,33 @@ def _check_caches(layout: KVLayout) -> None:
             raise LayoutError(f"cache {cache.name[:120]!r}: {error}") from error
 
 
-def _check_model(model: ModelShape) -> None:
+@lru_cache(_LAYOUTS_KEPT_MAX)
+def _sections(planes: tuple[Plane, ...], *, joined: bool) -> tuple[Section, ...]:
+    groups = [list(group) for _, group in groupby(planes)] if joined else [[plane] for plane in planes]
+    found, first = [], 0
+    for group in groups:
+        found.append(Section(first, len(group), group[0].heads, group[0].row_bytes, group[0].rows))
+        first += len(group)
+    return tuple(found)
+
+
+def _check_model(model: ModelShape, order: PageOrder) -> None:
     _between("model.layers", model.layers, 1, LAYERS_MAX)
-    _between("model.kv_heads", model.kv_heads, 1, HEADS_MAX)
-    _between("model.head_dim", model.head_dim, 1, HEAD_DIM_MAX)
     if model.element_bytes not in ELEMENT_BYTES:
         raise LayoutError(f"model.element_bytes is {model.element_bytes}: use one of {ELEMENT_BYTES}")
-    if model.attention is Attention.LATENT and model.kv_heads != 1:
-        raise LayoutError(f"model.kv_heads is {model.kv_heads} and model.attention is LATENT: a latent has 1 head")
+    if not 1 <= len(model.planes) <= PLANES_MAX:
+        raise LayoutError(f"model.planes has {len(model.planes)}: give 1 to {PLANES_MAX}")
+    for index, plane in enumerate(model.planes):
+        name = f"model.planes[{index}]"
+        _between(f"{name}.heads", plane.heads, 1, HEADS_MAX)
+        _between(f"{name}.row_bytes", plane.row_bytes, 1, ROW_BYTES_MAX)
+        _between(f"{name}.rows", plane.rows, 1, ROWS_MAX if order is PageOrder.SLOT else 1)
+        if plane.row_bytes % model.element_bytes:
+            raise LayoutError(
+                f"{name}.row_bytes is {plane.row_bytes}: give a multiple of model.element_bytes, {model.element_bytes}"
+            )
+        if order is PageOrder.OPAQUE and plane.heads != model.kv_heads:
+            raise LayoutError(f"{name}.heads is {plane.heads} and order is OPAQUE: a blob has heads {model.kv_heads}")
 
 
 def _check_layers(layout: KVLayout) -> None:
@@ -299,10 +412,11 @@ def _check_parallel(parallel: Parallel, model: ModelShape) -> None:
         _between(f"parallel.{name}_rank", getattr(parallel, f"{name}_rank"), 0, getattr(parallel, name) - 1)
     if parallel.tp * parallel.pp > RANKS_MAX:
         raise LayoutError(f"parallel.tp is {parallel.tp} and parallel.pp is {parallel.pp}: at most {RANKS_MAX} ranks")
-    if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        raise LayoutError(
-            f"parallel.tp is {parallel.tp} and model.kv_heads is {model.kv_heads}: one must divide the other"
-        )
+    for index, plane in enumerate(model.planes):
+        if plane.heads % parallel.tp and parallel.tp % plane.heads:
+            raise LayoutError(
+                f"parallel.tp is {parallel.tp} and model.planes[{index}].heads is {plane.heads}: one must divide the other"
+            )
     if parallel.pp > model.layers:
         raise LayoutError(f"parallel.pp is {parallel.pp}: a model of {model.layers} layers has at most as many stages")
 
@@ -316,9 +430,10 @@ class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
     """The place of one plane of pages in a pool: one layer's K, V, or both together.
 
     The bytes of local head h of token t of page p begin at
-    `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps, or
+    `offset + p * page_stride + t * token_stride + h * head_stride`; the elements of a row follow without gaps, or
     `element_stride` apart if that is not 0 (a transposed plane; in CPU memory only).
-    With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the layout's `opaque_bytes`. All in bytes.
+    With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the layout's `opaque_bytes`. With PageOrder.SLOT t is a row
+    of a head. All in bytes.
     """
 
     region: int  # index of the memory region (file descriptor or IPC handle) that the client passed
@@ -336,7 +451,7 @@ PLANE_BYTES = ("offset", "page_stride", "token_stride", "head_stride", "element_
 class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
     """The places of all pages of one rank in the memory regions that its engine shares with the agent.
 
-    Planes: K of each local layer, then V of each local layer. With Attention.LATENT or PageOrder.OPAQUE there
+    Planes: the first plane of each local layer, then the second of each, such as K and then V. With PageOrder.OPAQUE there
     is one plane a layer.
     """
 
@@ -353,7 +468,9 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
         _between("page_count", self.page_count, 1, PAGE_COUNT_MAX)
         if len(self.planes) != layout.plane_count:
             raise LayoutError(f"planes has {len(self.planes)} entries: this rank's layers have {layout.plane_count}")
-        for index, plane in enumerate(self.planes):
+        layer_count = len(layout.layers)
+        section_of = [section for section in layout.sections for _ in range(section.kinds * layer_count)]
+        for index, (plane, section) in enumerate(zip(self.planes, section_of, strict=True)):
             if not 0 <= plane.region < len(self.region_bytes):
                 raise LayoutError(
                     f"planes[{index}].region is {plane.region}: {len(self.region_bytes)} regions are given"
@@ -367,7 +484,7 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
                     f"{strides[2]}: opaque pages have no tokens and elements (give 0) and blobs of blob_bytes "
                     f"({layout.opaque_bytes})"
                 )
-            span_bytes = _plane_span(index, plane, self.page_count, layout)
+            span_bytes = _plane_span(index, plane, section, self.page_count, layout)
             if plane.offset + span_bytes > self.region_bytes[plane.region]:
                 raise LayoutError(
                     f"planes[{index}] ends at byte {plane.offset + span_bytes}: "
@@ -375,12 +492,11 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
                 )
 
 
-def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLayout) -> int:
+def _plane_span(index: int, plane: PlaneGeometry, section: Section, page_count: int, layout: KVLayout) -> int:
     """Return the bytes from a plane's offset to the end of its last entry; LayoutError if entries overlap."""
-    span_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
-    if plane.element_stride:
-        span_bytes = layout.model.element_bytes
-    for name, stride, count in sorted(_dimensions(plane, page_count, layout), key=lambda entry: entry[1]):
+    span_bytes = layout.model.element_bytes if plane.element_stride else section.row_bytes
+    dimensions = _dimensions(plane, section, page_count, layout)
+    for name, stride, count in sorted(dimensions, key=lambda entry: entry[1]):
         if count == 1:
             continue
         if stride < span_bytes:
@@ -389,11 +505,14 @@ def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLay
     return span_bytes
 
 
-def _dimensions(plane: PlaneGeometry, page_count: int, layout: KVLayout) -> Iterator[tuple[str, int, int]]:
+def _dimensions(
+    plane: PlaneGeometry, section: Section, page_count: int, layout: KVLayout
+) -> Iterator[tuple[str, int, int]]:
     """Yield (name, stride in bytes, entries) of each strided dimension."""
     yield "page_stride", plane.page_stride, page_count
-    yield "head_stride", plane.head_stride, len(layout.heads)
+    yield "head_stride", plane.head_stride, len(layout.heads_of(section.heads))
     if plane.element_stride:
-        yield "element_stride", plane.element_stride, layout.model.head_dim
+        yield "element_stride", plane.element_stride, section.row_bytes // layout.model.element_bytes
     if layout.order is not PageOrder.OPAQUE:
-        yield "token_stride", plane.token_stride, layout.page_size
+        rows = section.rows if layout.order is PageOrder.SLOT else layout.page_size
+        yield "token_stride", plane.token_stride, rows

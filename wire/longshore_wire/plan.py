@@ -17,7 +17,7 @@ from math import lcm
 import msgspec
 
 from longshore_wire.errors import LayoutError
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Plane
 from longshore_wire.slabs import slab_limit_bytes
 from longshore_wire.ways import Open, Staging, Way, planned_way
 
@@ -34,39 +34,69 @@ MIXED = "Mixed"
 class Pair(msgspec.Struct, frozen=True):
     """The slices that one source rank sends to one target rank. Layers and heads are global, half-open intervals.
 
-    A unit is indivisible: a token, or all tokens of a page whose content is opaque.
+    A unit is indivisible: a token, all tokens of a page whose content is opaque, or one layer of a slot.
+
+    Attributes:
+        sections: heads of each section of the layout, some of them (0, 0): none.
+        unit_bytes: of one unit in this pair.
+        slot: the units are layers of a slot.
     """
 
     source_rank: int
     target_rank: int
     layers: tuple[int, int]
-    heads: tuple[int, int]
-    unit_bytes: int  # of one unit in this pair
+    sections: tuple[tuple[int, int], ...]
+    unit_bytes: int
     way: Way
     unit_tokens: int = 1
+    slot: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of the first section that has some."""
+        return next(heads for heads in self.sections if heads != _NONE)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in this pair; for opaque pages its share of the page, rounded up."""
+        """Bytes of one token in this pair; for opaque pages its share of the page, rounded up. Of a slot, of one layer."""
         return -(-self.unit_bytes // self.unit_tokens)
 
-    def payload_bytes(self, first_token: int, end_token: int) -> int:
-        """Return the bytes of the units that contain tokens [first, end)."""
-        return (-(-end_token // self.unit_tokens) - first_token // self.unit_tokens) * self.unit_bytes
+    def units_of(self, first_token: int, end_token: int) -> tuple[int, int]:
+        """Return the interval that slabs of tokens [first, end) cut: these tokens, or all layers of a slot."""
+        if self.slot and first_token < end_token:
+            return self.layers
+        return first_token, end_token
+
+    def payload_bytes(self, first: int, end: int) -> int:
+        """Return the bytes of the units in an interval of `units_of`."""
+        return (-(-end // self.unit_tokens) - first // self.unit_tokens) * self.unit_bytes
 
     def local_layers(self, layout: KVLayout) -> range:
         """Return this pair's layers as indexes into the layers of `layout`, one of the pair's two ranks."""
         return range(self.layers[0] - layout.layers.start, self.layers[1] - layout.layers.start)
 
-    def local_heads(self, layout: KVLayout) -> range:
-        """Return this pair's heads as indexes into the heads of `layout`, one of the pair's two ranks."""
-        return range(self.heads[0] - layout.heads.start, self.heads[1] - layout.heads.start)
+    def local_heads(self, layout: KVLayout, section: int = 0) -> range:
+        """Return this pair's heads of a section as indexes into those of `layout`, one of the pair's two ranks."""
+        first, end = self.sections[section]
+        own = layout.heads_of(layout.sections[section].heads).start if first < end else 0
+        return range(first - own, end - own)
 
 
-def digests_bytes(pair: Pair, layout: KVLayout) -> int:
-    """Return the bytes of a slab's digests, 8 for each head of each plane that a pair moves, of one of its ranks."""
-    kinds = layout.plane_count // len(layout.layers)
-    return 8 * kinds * (pair.layers[1] - pair.layers[0]) * (pair.heads[1] - pair.heads[0])
+# The heads of a section of which a pair moves none.
+_NONE = (0, 0)
+
+
+def digests_bytes(pair: Pair, layout: KVLayout, units: tuple[int, int]) -> int:
+    """Return the bytes of a slab's digests, 8 for each head of each plane that it moves, of one of its ranks.
+
+    Args:
+        units: of the slab.
+    """
+    layers = units[1] - units[0] if pair.slot else pair.layers[1] - pair.layers[0]
+    heads = (
+        section.kinds * (end - first) for section, (first, end) in zip(layout.sections, pair.sections, strict=True)
+    )
+    return 8 * layers * sum(heads)
 
 
 class Summary(msgspec.Struct, frozen=True, rename="camel"):
@@ -126,12 +156,13 @@ class Plan(msgspec.Struct, frozen=True):
             writer_count: of the target, over all caches; 0: those of this plan.
         """
         writer_count = writer_count or len(self.of_target(pair.target_rank))
+        units = pair.units_of(*tokens)
         return Open(
             planned=pair.way,
             in_place=self.in_place,
             unit_bytes=pair.unit_bytes,
-            total_bytes=pair.payload_bytes(*tokens),
-            run_count=self.runs.count(pair, tokens[1] - tokens[0]),
+            total_bytes=pair.payload_bytes(*units),
+            run_count=self.runs.count(pair, units[1] - units[0]),
             can_stage=pair.unit_bytes <= slab_limit_bytes(lane_bytes, ring_bytes, writer_count),
         )
 
@@ -171,26 +202,38 @@ class RunRule(msgspec.Struct, frozen=True):
     """Counts the runs of bytes, contiguous on both sides, in a pair's tokens.
 
     Attributes:
-        planes_per_layer: 2 if K and V are separate, else 1.
+        planes_per_layer: of each section: 2 if K and V are separate and equal.
         source_page_size, target_page_size: tokens.
         tokens_joined: adjacent tokens of a page are contiguous on both sides.
         heads_joined: adjacent heads are contiguous on both sides.
+        slot_rows: rows of each section of a slot; empty: there are tokens.
     """
 
-    planes_per_layer: int
+    planes_per_layer: tuple[int, ...]
     source_page_size: int
     target_page_size: int
     tokens_joined: bool
     heads_joined: bool
+    slot_rows: tuple[int, ...] = ()
 
-    def count(self, pair: Pair, tokens: int) -> int:
-        """Return the number of runs in `tokens` tokens that begin at a page on both sides and fill whole pages."""
-        heads = 1 if self.heads_joined else pair.heads[1] - pair.heads[0]
-        counted = tokens
+    def count(self, pair: Pair, units: int) -> int:
+        """Return the number of runs in `units` tokens that begin at a page on both sides and fill whole pages.
+
+        Of a slot, `units` are layers.
+        """
+        counted = units
+        if self.slot_rows:
+            held = (rows for rows, heads in zip(self.slot_rows, pair.sections, strict=True) if heads != _NONE)
+            return units * sum(held)
         if self.tokens_joined:
             one, other = self.source_page_size, self.target_page_size
-            counted = -(-tokens // one) + -(-tokens // other) - -(-tokens // lcm(one, other))
-        return (pair.layers[1] - pair.layers[0]) * self.planes_per_layer * heads * counted
+            counted = -(-units // one) + -(-units // other) - -(-units // lcm(one, other))
+        # Heads of a section of which a pair moves none count as none.
+        heads = (
+            kinds * (min(end - first, 1) if self.heads_joined else end - first)
+            for kinds, (first, end) in zip(self.planes_per_layer, pair.sections, strict=True)
+        )
+        return (pair.layers[1] - pair.layers[0]) * sum(heads) * counted
 
 
 def plan(
@@ -263,7 +306,8 @@ def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], roo
     """Return the replica for the first reader of a room. The layouts are not checked yet and may be empty."""
     if not sources or not targets:
         return 0
-    replicas = max(1, sources[0].parallel.tp // max(1, sources[0].model.kv_heads))
+    fewest = min((plane.heads for plane in sources[0].model.planes), default=1)
+    replicas = max(1, sources[0].parallel.tp // max(1, fewest))
     dealt = ((room ^ room >> 32) * _GOLDEN % 2**64) * replicas >> 64
     return (targets[0].parallel.dp_rank + dealt) % replicas
 
@@ -362,8 +406,9 @@ def _check_layers(ranks: tuple[KVLayout, ...]) -> None:
 def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...]) -> None:
     """Raise LayoutError if two valid sides cannot exchange pages."""
     one, other = source[0], target[0]
-    for name in ModelShape.__struct_fields__:
-        _check_equal(f"model.{name}", getattr(one.model, name), getattr(other.model, name), "both hold one model")
+    _check_model(one.model, other.model)
+    if PageOrder.SLOT in (one.order, other.order):
+        _check_equal("order", one.order, other.order, "a slot has no tokens")
     if PageOrder.OPAQUE in (one.order, other.order):
         why = "an opaque page cannot be taken apart"
         _check_equal("order", one.order, other.order, why)
@@ -381,35 +426,57 @@ def _check_equal(field: str, source: object, target: object, why: str) -> None:
         raise LayoutError(f"{field} is {shown[0]} at the source and {shown[1]} at the target: {why}")
 
 
+def _check_model(one: ModelShape, other: ModelShape) -> None:
+    why = "both hold one model"
+    for name in ("layers", "element_bytes", "kinds"):
+        _check_equal(f"model.{name}", getattr(one, name), getattr(other, name), why)
+    for index, (near, far) in enumerate(zip(one.planes, other.planes, strict=True)):
+        for name in Plane.__struct_fields__:
+            _check_equal(f"model.planes[{index}].{name}", getattr(near, name), getattr(far, name), why)
+
+
 def _whole(source: KVLayout, target: KVLayout) -> bool:
     """Whether pages of both sides hold the same bytes in the same order."""
-    if len(source.heads) != len(target.heads) or source.page_size != target.page_size:
+    if not _same_heads(source, target):
         return False
-    return _same_order(source, target)
+    if source.order is target.order is PageOrder.SLOT:
+        return True
+    return source.page_size == target.page_size and _same_order(source, target)
+
+
+def _same_heads(source: KVLayout, target: KVLayout) -> bool:
+    """Whether ranks of both sides have equally many heads of each section."""
+    return all(len(source.heads_of(each.heads)) == len(target.heads_of(each.heads)) for each in source.sections)
 
 
 def _same_order(source: KVLayout, target: KVLayout) -> bool:
     """Whether a page's bytes have one order on both sides; NHD and HND are the same for a single head or token."""
     if source.order is target.order:
         return True
-    single = len(source.heads) == len(target.heads) == 1 or source.page_size == target.page_size == 1
+    single = _has_one_head(source) and _has_one_head(target)
+    single = single or source.page_size == target.page_size == 1
     return single and PageOrder.OPAQUE not in (source.order, target.order)
+
+
+def _has_one_head(layout: KVLayout) -> bool:
+    return all(len(layout.heads_of(each.heads)) == 1 for each in layout.sections)
 
 
 def _run_rule(source: KVLayout, target: KVLayout) -> RunRule:
     """Return the rule that counts runs: which neighbours are contiguous on both sides."""
     opaque = source.order is PageOrder.OPAQUE
-    whole = len(source.heads) == len(target.heads) and _same_order(source, target)
+    whole = _same_heads(source, target) and _same_order(source, target)
     # With one token a page or one head, both orders are the same.
-    by_head = [side.order is PageOrder.HND or len(side.heads) == 1 or side.page_size == 1 for side in (source, target)]
+    by_head = [side.order is PageOrder.HND or _has_one_head(side) or side.page_size == 1 for side in (source, target)]
     by_token = [side.order is PageOrder.NHD or side.page_size == 1 for side in (source, target)]
     same_pages = source.page_size == target.page_size
     return RunRule(
-        planes_per_layer=1 if opaque else source.model.kinds,
+        planes_per_layer=tuple(each.kinds for each in source.sections),
         source_page_size=source.page_size,
         target_page_size=target.page_size,
         tokens_joined=opaque or all(by_head) or whole,
         heads_joined=all(by_token) or (whole and same_pages),
+        slot_rows=tuple(each.rows for each in source.sections) if source.order is PageOrder.SLOT else (),
     )
 
 
@@ -437,26 +504,42 @@ def _pairs(
 def _overlaps(
     source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way, first_replica: int
 ) -> Iterator[Pair]:
-    first, replicas, tp = source[0], source[0].replicas, source[0].parallel.tp
-    share = len(first.heads)
-    # Readers assigned so far to the replicas of each (source stage, group of heads).
-    turns: Counter[tuple[int, int]] = Counter()
+    first, tp, slot = source[0], source[0].parallel.tp, source[0].order is PageOrder.SLOT
+    # Readers assigned so far to the replicas of each (source stage, section, group of heads).
+    turns: Counter[tuple[int, int, int]] = Counter()
+    # Sections with more heads have fewer replicas to choose from.
+    by_heads = sorted(range(len(first.sections)), key=lambda index: -first.sections[index].heads)
     for reader in target:
         for leader in _stage_leaders(source):
             layers = _overlap(leader.layers, reader.layers)
             if not layers:
                 continue
-            for group in range(reader.heads.start // share, (reader.heads.stop - 1) // share + 1):
-                heads = _overlap(range(group * share, (group + 1) * share), reader.heads)
-                stage = leader.parallel.pp_rank
-                replica = (first_replica + turns[stage, group]) % replicas
-                turns[stage, group] += 1
+            stage = leader.parallel.pp_rank
+            held: dict[int, dict[int, range]] = {}
+            for index in by_heads:
+                total = first.sections[index].heads
+                own, share = reader.heads_of(total), len(first.heads_of(total))
+                replicas = max(1, tp // total)
+                for group in range(own.start // share, (own.stop - 1) // share + 1):
+                    heads = _overlap(range(group * share, (group + 1) * share), own)
+                    ranks = range(group * replicas, (group + 1) * replicas)
+                    # A rank that sends other sections to this reader sends this one, too.
+                    chosen = [rank for rank in ranks if rank in held] or ranks
+                    rank = chosen[(first_replica + turns[stage, index, group]) % len(chosen)]
+                    turns[stage, index, group] += 1
+                    held.setdefault(rank, {})[index] = heads
+            for rank, found in held.items():
                 yield Pair(
-                    source_rank=stage * tp + group * replicas + replica,
+                    source_rank=stage * tp + rank,
                     target_rank=reader.rank,
                     layers=_ends(layers),
-                    heads=_ends(heads),
-                    unit_bytes=len(layers) * len(heads) * first.unit_bytes,
+                    sections=tuple(_ends(found[each]) if each in found else _NONE for each in range(len(by_heads))),
+                    unit_bytes=(1 if slot else len(layers))
+                    * sum(
+                        section.kinds * len(found.get(each, ())) * section.rows * section.row_bytes
+                        for each, section in enumerate(first.sections)
+                    ),
                     way=way,
                     unit_tokens=first.unit_tokens,
+                    slot=slot,
                 )

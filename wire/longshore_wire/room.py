@@ -66,6 +66,7 @@ class SourcePair:
     why: Why = Why.UNDECIDED
     binding: Binding = UNBOUND  # of the claim
     serial: int = 0  # of the claim
+    tokens: tuple[int, int] = (0, 0)  # of the claim; the grid cuts layers of a slot instead
     grants: dict[int, Grant] = field(default_factory=dict)
     digest_key: bytes = b""  # empty: no digests
     digests: dict[int, bytes] = field(default_factory=dict)  # of the slabs that are written and not acknowledged

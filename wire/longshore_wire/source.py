@@ -15,6 +15,7 @@ from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
 from longshore_wire.effects import PairName, PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
+from longshore_wire.layout import PageOrder
 from longshore_wire.links import Link, Links, PeerState
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
@@ -89,6 +90,9 @@ class SourceSession:
         # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
         self._names = tuple(cache.name for cache in config.layout.caches)
+        self._slots = frozenset(
+            index for index, cache in enumerate(config.layout.caches) if cache.order is PageOrder.SLOT
+        )
 
     @property
     def unfinished(self) -> bool:
@@ -134,6 +138,8 @@ class SourceSession:
                 f"room {room_name(room)}: this chunk has another prompt or capability than the first one",
                 reason=Reason.MALFORMED_MESSAGE,
             )
+        if self._slots:
+            self._check_slots(ranges, last=last)
         open_room.add_offers(ranges, self._names, last=last)
         self.rooms[key] = open_room
         self._progress(open_room, now_ns)
@@ -148,6 +154,16 @@ class SourceSession:
                 self._advance(open_room, pair, now_ns)
         self._finish(open_room, now_ns)
         return key
+
+    def _check_slots(self, ranges: Sequence[tuple[int, int, int]], *, last: bool) -> None:
+        """Raise RoomError unless slots come whole and with the last tokens: a state changes with every token."""
+        for cache, first_token, _ in ranges:
+            if cache in self._slots and (first_token or not last):
+                raise RoomError(
+                    f"cache {self._names[cache]!r} is a slot, which has the state after all tokens: offer it once, from token 0 and "
+                    "with `last`",
+                    reason=Reason.MALFORMED_MESSAGE,
+                )
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
         """Fail a room. RoomEnded follows, and RoomReleased once no lane reads its pages.
@@ -547,6 +563,7 @@ class SourceSession:
         self.rooms[room.key] = room
         pair = SourcePair(claim.pair, link.peer, claimed.pair, claim.way, cut, states, pages, claim.why, claim.binding)
         pair.digest_key, pair.serial = claim.digest_key, claim.serial
+        pair.tokens = claim.first_token, claim.end_token
         room.pairs[pair.name] = pair
         room.expected, room.claimer = claimed.expected, claimer
         link.claimed(room.key, claim.way if claimed.pair is not None else None)
@@ -735,11 +752,12 @@ class SourceSession:
             self._fail(room, Reason.PROMPT_MISMATCH, text, now_ns)
         if pair.route is None or room.failed:
             return
-        if 0 <= room.total_tokens != pair.grid.end_token:
-            text = f"prefill says {room.total_tokens} tokens, decode {pair.grid.end_token}"
+        wanted_first, wanted_end = pair.tokens
+        if 0 <= room.total_tokens != wanted_end:
+            text = f"prefill says {room.total_tokens} tokens, decode {wanted_end}"
             self._fail(room, Reason.TOTAL_MISMATCH, text, now_ns)
-        elif pair.grid.first_token < (first := room.first_tokens.get(pair.pair.cache, 0)) and pair.grid.count:
-            text = f"decode wants tokens from {pair.grid.first_token}, prefill offers from {first}"
+        elif wanted_first < (first := room.first_tokens.get(pair.pair.cache, 0)) and pair.grid.count:
+            text = f"decode wants tokens from {wanted_first}, prefill offers from {first}"
             if len(self._names) > 1:
                 text = f"cache {self._names[pair.pair.cache]!r}: {text}"
             self._fail(room, Reason.TOKENS_MISSING, text, now_ns)
@@ -748,7 +766,11 @@ class SourceSession:
         """Start every slab that has its tokens, its grant and a wire."""
         if room.failed:
             return
-        ready = pair.grid.ready(room.end_tokens.get(pair.pair.cache, -1))
+        offered_end = room.end_tokens.get(pair.pair.cache, -1)
+        if pair.route is not None and pair.route.slot:
+            # It was offered whole, with the last tokens.
+            offered_end = pair.grid.end_token if room.total_tokens >= 0 else -1
+        ready = pair.grid.ready(offered_end)
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
@@ -794,7 +816,7 @@ class SourceSession:
                 generation=grant.generation if grant else 0,
                 total_tokens=room.total_tokens,
                 target_pages=pair.target_pages,
-                first_claimed_token=pair.grid.first_token,
+                first_claimed_token=pair.tokens[0],
                 digest_key=pair.digest_key,
             )
         )

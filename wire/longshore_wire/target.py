@@ -480,7 +480,7 @@ class TargetSession:
             return
         sent_bytes = len(ready.digests)
         if room.digest and sent_bytes != (
-            due_bytes := digests_bytes(pair.route, self.config.layout.caches[pair.pair.cache])
+            due_bytes := digests_bytes(pair.route, self.config.layout.caches[pair.pair.cache], tokens)
         ):
             reason, text = Reason.MALFORMED_MESSAGE, f"has sent {sent_bytes} bytes of digests instead of {due_bytes}"
             if not sent_bytes:

@@ -2,9 +2,10 @@
 
 Called by the pipeline; `cpu_copy` and `device_copier` implement `Copier`. Gather, scatter and direct copy differ only in
 their sides: an engine's pages (`View`) or staging memory (`Slab`). A row is one head of one token (with
-PageOrder.OPAQUE, one blob of one page): the longest piece that every layout keeps whole. A slab is a pool with one
-page: [planes, rows, heads, row bytes] without gaps, K of each chosen layer, then V of each. A submitted copy has not
-ended until its ticket has passed.
+PageOrder.OPAQUE, one blob of one page; with PageOrder.SLOT, one row of a head): the longest piece that every layout keeps
+whole. A slab is a pool with one page: [planes, rows, heads, row bytes] without gaps, K of each chosen layer, then V of
+each. A copy has a part for each section of the layout; a slab has them one behind the other. A submitted copy has not ended
+until its ticket has passed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import numpy.typing as npt
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.digest import Digests
 from longshore_agent.memory.host_memory import StagingRange
-from longshore_agent.memory.pools import KVPool, PlaneGroup, plane_groups, row_bytes
-from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
+from longshore_agent.memory.pools import KVPool, PlaneGroup, PoolSection, pool_sections
+from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.slabs import SealedTrailer
 
 Bytes = npt.NDArray[np.uint8]
@@ -37,13 +38,23 @@ class Slab(NamedTuple):
 
     Attributes:
         memory: the staging buffer.
-        offset_bytes: of the first row in `memory`, a multiple of 64.
+        offset_bytes: of the first row in `memory`, a multiple of 64 unless it is a piece of a slab.
         payload_bytes: of all rows; the trailer begins at the next multiple of 64.
     """
 
     memory: StagingRange
     offset_bytes: int
     payload_bytes: int
+
+
+class Part(NamedTuple):
+    """The pages of one section on one side of a copy, and tokens [first, end) in them, or rows of a slot."""
+
+    view: View
+    tokens: tuple[int, int]
+
+
+Parts = tuple[Part, ...]
 
 
 class Copy(NamedTuple):
@@ -55,6 +66,7 @@ class Copy(NamedTuple):
         trailer: to be written behind a packed target, after its payload.
         accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
         digest_key: of the digests of each side that is pages; see `digest` for what is read. Empty: compute none.
+        more: the same of further parts. `source` or `target` that is a slab stands for all parts.
     """
 
     source: View | Slab
@@ -63,6 +75,61 @@ class Copy(NamedTuple):
     trailer: SealedTrailer | None = None
     accepts: Callable[[bytes], bool] | None = None
     digest_key: bytes = b""
+    more: tuple[tuple[View | None, View | None, tuple[int, int]], ...] = ()
+
+    def parts(self) -> Iterator[tuple[View | Slab, View | Slab, tuple[int, int]]]:
+        """Yield source, target and tokens of each part. Each has its own piece of a slab."""
+        if not self.more:
+            yield self.source, self.target, self.tokens
+            return
+        sides, done_bytes = (self.source, self.target), 0
+        views = [None if isinstance(side, Slab) else side for side in sides]
+        for source, target, tokens in ((views[0], views[1], self.tokens), *self.more):
+            view = source or target
+            assert view is not None, "one side is packed at most"
+            length_bytes = view.payload_bytes(tokens)
+            yield (
+                source or _piece(self.source, done_bytes, length_bytes),
+                target or _piece(self.target, done_bytes, length_bytes),
+                tokens,
+            )
+            done_bytes += length_bytes
+
+
+def copy_of(
+    source: Parts | Slab,
+    target: Parts | Slab,
+    trailer: SealedTrailer | None = None,
+    accepts: Callable[[bytes], bool] | None = None,
+    digest_key: bytes = b"",
+) -> Copy:
+    """Return the copy of all parts. If both sides have parts, they are cut alike."""
+    near, far = (side if not isinstance(side, Slab) else None for side in (source, target))
+    parts = near or far
+    assert parts is not None, "one side is packed at most"
+    more = tuple(
+        (near[index].view if near else None, far[index].view if far else None, parts[index].tokens)
+        for index in range(1, len(parts))
+    )
+    return Copy(
+        near[0].view if near else _slab(source),
+        far[0].view if far else _slab(target),
+        parts[0].tokens,
+        trailer,
+        accepts,
+        digest_key,
+        more,
+    )
+
+
+def _slab(side: Parts | View | Slab) -> Slab:
+    assert isinstance(side, Slab)
+    return side
+
+
+def _piece(side: View | Slab, begin_bytes: int, length_bytes: int) -> Slab:
+    whole = _slab(side)
+    return Slab(whole.memory, whole.offset_bytes + begin_bytes, length_bytes)
 
 
 class Ticket(Protocol):
@@ -120,8 +187,8 @@ class Copier(Protocol):
             DeviceError: the device refuses it.
         """
 
-    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> Ticket:
-        """Begin to read the pages of a view; its ticket's `digests.source` are theirs. Raises as `submit`."""
+    def digest(self, parts: Parts, key: bytes) -> Ticket:
+        """Begin to read pages; its ticket's `digests.source` are theirs. Raises as `submit`."""
 
 
 class View(msgspec.Struct, frozen=True, eq=False):
@@ -132,7 +199,7 @@ class View(msgspec.Struct, frozen=True, eq=False):
             sequence.
         page_rows: rows of one head in a page.
         first_row: of the sequence, where `pages` begins.
-        row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE.
+        row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE. With PageOrder.SLOT rows count as tokens.
         row_bytes: bytes of a row.
         element_bytes: bytes of an element of a row; a blob is one element. A plane may keep elements apart.
         layers, heads: chosen ones, counted from the first local one.
@@ -141,6 +208,7 @@ class View(msgspec.Struct, frozen=True, eq=False):
         plane_count: of the chosen layers.
         pool: the pool of the pages; None: a slab, or another process's pages.
         slab: the memory of a slab; None: pages.
+        section: of the pool.
     """
 
     pages: Pages
@@ -155,6 +223,12 @@ class View(msgspec.Struct, frozen=True, eq=False):
     plane_count: int
     pool: KVPool | None = None
     slab: Bytes | None = None
+    section: int = 0
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.page_rows * self.row_tokens
 
     @property
     def first_page(self) -> int:
@@ -196,13 +270,14 @@ class View(msgspec.Struct, frozen=True, eq=False):
             self.pool.check_pages(self.pages[begin // self.page_rows : -(-end // self.page_rows)], unique=unique)
 
 
-def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads: range) -> View:
-    """Return the view of a pool's pages; `pages[0]` is page number `first_page` of the sequence.
+def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads: range, section: int = 0) -> View:
+    """Return the view of a section of a pool's pages; `pages[0]` is page number `first_page` of the sequence.
 
     Raises:
         ShapeError: the pool lacks some of the layers or heads, or `pages` is not [n] int32; names the argument.
     """
-    return _pages_view(pool.layout, pool.plane_groups, pages, first_page, layers, heads, pool)
+    view = _pages_view(pool.sections[section], pool.layer_count, pages, first_page, layers, heads)
+    return msgspec.structs.replace(view, pool=pool, section=section)
 
 
 def remote_view(
@@ -213,9 +288,11 @@ def remote_view(
     first_page: int,
     layers: range,
     heads: range,
+    section: int = 0,
 ) -> View:
     """Return the view of pages at addresses of another process. See `pool_view`; page ids are not checked."""
-    return _pages_view(layout, plane_groups(geometry, region_addresses), pages, first_page, layers, heads, None)
+    sections = pool_sections(layout, geometry, region_addresses)
+    return _pages_view(sections[section], len(layout.layers), pages, first_page, layers, heads)
 
 
 def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
@@ -397,35 +474,25 @@ def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
 
 
 def _pages_view(
-    layout: KVLayout,
-    groups: Sequence[PlaneGroup],
-    pages: Pages,
-    first_page: int,
-    layers: range,
-    heads: range,
-    pool: KVPool | None,
+    section: PoolSection, layer_count: int, pages: Pages, first_page: int, layers: range, heads: range
 ) -> View:
     if pages.dtype != np.int32 or pages.ndim != 1:
         raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension")
-    layer_count = len(layout.layers)
-    for name, chosen, count in (("layers", layers, layer_count), ("heads", heads, len(layout.heads))):
+    for name, chosen, count in (("layers", layers, layer_count), ("heads", heads, section.heads)):
         if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= count:
             raise ShapeError(f"{name} is {chosen}: give a range within [0, {count}), not empty, of step 1")
-    opaque = layout.order is PageOrder.OPAQUE
-    page_rows = 1 if opaque else layout.page_size
-    kinds = (groups[-1].first + len(groups[-1].addresses)) // layer_count
+    groups = section.groups
     return View(
         pages=pages,
-        page_rows=page_rows,
-        first_row=first_page * page_rows,
-        row_tokens=layout.page_size if opaque else 1,
-        row_bytes=row_bytes(layout),
-        element_bytes=row_bytes(layout) if opaque else layout.model.element_bytes,
+        page_rows=section.page_rows,
+        first_row=first_page * section.page_rows,
+        row_tokens=section.row_tokens,
+        row_bytes=section.row_bytes,
+        element_bytes=section.element_bytes,
         layers=layers,
         heads=heads,
-        planes=tuple(groups if len(layers) == layer_count else _planes(groups, layer_count, kinds, layers)),
-        plane_count=kinds * len(layers),
-        pool=pool,
+        planes=tuple(groups if len(layers) == layer_count else _planes(groups, layer_count, section.kinds, layers)),
+        plane_count=section.kinds * len(layers),
     )
 
 

@@ -22,6 +22,7 @@ from longshore_agent.kernels.copier import (
     Copy,
     Numbers,
     Pages,
+    Parts,
     PlaneRows,
     Slab,
     Strides,
@@ -32,7 +33,7 @@ from longshore_agent.kernels.copier import (
     slab_view,
 )
 from longshore_agent.kernels.cpu_digest import Interleaved, ViewDigests, compile_digest_loops, copy_and_digest
-from longshore_agent.kernels.digest import NO_DIGESTS, READ_BACK_EVERY, Digests
+from longshore_agent.kernels.digest import NO_DIGESTS, READ_BACK_EVERY, Digests, joined
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.slabs import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
@@ -76,22 +77,28 @@ class CpuCopier:
     def submit(self, copy: Copy) -> Ticket:
         """Copy; see `copier.Copier.submit`. If `accepts` refuses the trailer of a packed source, nothing is copied."""
         source, target = copy.source, copy.target
-        if isinstance(source, Slab):
-            if copy.accepts is not None:
-                trailer_offset_bytes = source.offset_bytes + aligned(source.payload_bytes)
-                if not copy.accepts(_buffer_of(source).bytes_at(trailer_offset_bytes, TRAILER_BYTES)):
-                    return _REFUSED
-            assert isinstance(target, View), "one side is packed at most"
-            source = _packed(source, target, copy.tokens, source.payload_bytes)
-        if isinstance(target, Slab):
-            length_bytes = target.payload_bytes if copy.trailer is None else slab_bytes(target.payload_bytes)
-            target = _packed(target, source, copy.tokens, length_bytes)
-        digests = copy_digested(source, target, copy.tokens, copy.trailer, copy.digest_key)
-        return _Over(accepted=True, digests=digests)
+        if isinstance(source, Slab) and copy.accepts is not None:
+            trailer_offset_bytes = source.offset_bytes + aligned(source.payload_bytes)
+            if not copy.accepts(_buffer_of(source).bytes_at(trailer_offset_bytes, TRAILER_BYTES)):
+                return _REFUSED
+        tail, end = b"", None
+        if copy.trailer is not None:
+            if not isinstance(target, Slab):
+                raise ShapeError("trailer needs a slab as the target")
+            length_bytes = slab_bytes(target.payload_bytes)
+            end = _buffer_of(target).view(target.offset_bytes, length_bytes)[target.payload_bytes :]
+            tail = _tail(copy.trailer, target.payload_bytes, length_bytes)
+        found = [
+            copy_digested(_view_of(near, far, tokens), _view_of(far, near, tokens), tokens, copy.digest_key)
+            for near, far, tokens in copy.parts()
+        ]
+        if end is not None:
+            end[:] = np.frombuffer(tail, dtype=np.uint8)
+        return _Over(accepted=True, digests=found[0] if len(found) == 1 else joined(found))
 
-    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> Ticket:
+    def digest(self, parts: Parts, key: bytes) -> Ticket:
         """Read the pages; see `copier.Copier.digest`."""
-        return _Over(accepted=True, digests=Digests(digest_rows(view, tokens, key)))
+        return _Over(accepted=True, digests=Digests(b"".join(digest_rows(*part, key) for part in parts)))
 
 
 def _buffer_of(slab: Slab) -> StagingBuffer:
@@ -99,8 +106,11 @@ def _buffer_of(slab: Slab) -> StagingBuffer:
     return slab.memory
 
 
-def _packed(slab: Slab, like: View, tokens: tuple[int, int], length_bytes: int) -> View:
-    return slab_view(_buffer_of(slab).view(slab.offset_bytes, length_bytes), like, tokens)
+def _view_of(side: View | Slab, other: View | Slab, tokens: tuple[int, int]) -> View:
+    if isinstance(side, View):
+        return side
+    assert isinstance(other, View), "one side is packed at most"
+    return slab_view(_buffer_of(side).view(side.offset_bytes, side.payload_bytes), other, tokens)
 
 
 # A slab of at most this size is still in the L2 cache when the transport reads it. A larger one bypasses the cache.
@@ -126,13 +136,20 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
         PoolError: a pool is unregistered.
         MemoryLostError: an engine has truncated its memory; bytes may be missing.
     """
-    copy_digested(source, target, tokens, trailer, b"")
-    return source.payload_bytes(tokens)
+    payload = source.payload_bytes(tokens)
+    tail = b""
+    if trailer is not None:
+        if target.slab is None:
+            raise ShapeError("trailer needs a slab as the target")
+        tail = _tail(trailer, payload, target.slab.size)
+    copy_digested(source, target, tokens, b"")
+    if tail:
+        assert target.slab is not None
+        target.slab[payload : payload + len(tail)] = np.frombuffer(tail, dtype=np.uint8)
+    return payload
 
 
-def copy_digested(
-    source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None, key: bytes
-) -> Digests:
+def copy_digested(source: View, target: View, tokens: tuple[int, int], key: bytes) -> Digests:
     """As `copy_rows`; return the digests of the sides that are pages, see `digest` for what is read.
 
     Args:
@@ -144,15 +161,11 @@ def copy_digested(
         source.check_pages(chosen, unique=False)
         target.check_pages(chosen, unique=True)
         payload = source.payload_bytes(tokens)
-        tail = b"" if trailer is None else _tail(trailer, target, payload)
         # Pages need not be in our cache: an engine reads them, in another process and later.
         stream = target.slab is None or payload > _CACHED_BYTES_MAX
         sums = _Sums(source, target, tokens, key) if key else None
         for rows in plane_rows(source, target, tokens):
             _copy_planes(rows, stream=stream, digests=None if sums is None else sums.interleaved(rows))
-        if tail:
-            assert target.slab is not None
-            target.slab[payload : payload + len(tail)] = np.frombuffer(tail, dtype=np.uint8)
     return NO_DIGESTS if sums is None else sums.digests()
 
 
@@ -206,11 +219,11 @@ def digest_rows(view: View, tokens: tuple[int, int], key: bytes) -> bytes:
     return sums.found.tobytes()
 
 
-def _tail(trailer: SealedTrailer, target: View, payload: int) -> bytes:
-    """Return gap and trailer to write behind the payload. A zeroed gap sends no byte of an older slab."""
+def _tail(trailer: SealedTrailer, payload: int, length_bytes: int) -> bytes:
+    """Return gap and trailer to write behind the payload of a slab. A zeroed gap sends no byte of an older slab."""
     if trailer.payload_bytes != payload:
         raise ShapeError(f"trailer.payload_bytes is {trailer.payload_bytes}: the payload has {payload} bytes")
-    if target.slab is None or target.slab.size < slab_bytes(payload):
+    if length_bytes < slab_bytes(payload):
         raise ShapeError(f"trailer needs a slab of {slab_bytes(payload)} bytes as the target")
     return bytes(aligned(payload) - payload) + trailer.data
 

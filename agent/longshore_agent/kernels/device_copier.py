@@ -9,15 +9,16 @@ lists stay on the device between slabs. A kernel that is not compiled yet blocks
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from longshore_agent.errors import DeviceError, ShapeError
-from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, View, pool_view
+from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Parts, Slab, View, pool_view
 from longshore_agent.kernels.device_digest import BoundDigest, CopyDigests, Digested, DigestMemories
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import (
@@ -35,7 +36,7 @@ from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
-from longshore_wire.slabs import TRAILER_BYTES, aligned
+from longshore_wire.slabs import ALIGNMENT_BYTES, TRAILER_BYTES, SealedTrailer, aligned
 
 # A copy takes some milliseconds even beside an engine that computes without pause, and a queued one sees others end. A
 # device that ends no copy for hundreds of times as long is not just busy.
@@ -76,6 +77,7 @@ class DeviceTicket:
         "_accepts",
         "_copier",
         "_copy_digests",
+        "_failure",
         "_held",
         "_mark",
         "_queued_s",
@@ -93,10 +95,11 @@ class DeviceTicket:
         trailer: cuda.HostBytes | None,
         accepts: Callable[[bytes], bool] | None,
         copy_digests: CopyDigests | None = None,
+        failure: DeviceError | None = None,
     ) -> None:
         self._copier, self._mark, self._stream = copier, mark, stream
         self._held, self._trailer, self._accepts = held, trailer, accepts
-        self._copy_digests, self.digests = copy_digests, NO_DIGESTS
+        self._copy_digests, self._failure, self.digests = copy_digests, failure, NO_DIGESTS
         self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
@@ -112,11 +115,11 @@ class DeviceTicket:
         """Release pools, page ids and event, once, after `passed` returned True. Returns as `copier.Ticket.end`.
 
         Raises:
-            DeviceError: a pool could not be unmapped, or the driver has queued only a part of a copy with digests.
+            DeviceError: a pool could not be unmapped, or the driver has queued only a part of the copy and its digests.
         """
         trailer = b"" if self._trailer is None else self._trailer.read()
         copy_digests, self._copy_digests = self._copy_digests, None
-        failure = None if copy_digests is None else copy_digests.failure
+        failure = self._failure
         if copy_digests is not None and failure is None:
             self.digests = copy_digests.read()
         self._copier.take_back(self._mark, self._trailer, copy_digests)
@@ -158,7 +161,8 @@ class DeviceCopier:
         # One stream for each kind, so that no copy waits for one of another kind.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
         self._lanes, self._ring = lanes, ring
-        self._tables: dict[KVPool, PlaneTable] = {}
+        # By pool and section.
+        self._tables: dict[tuple[KVPool, int], PlaneTable] = {}
         self._copies: dict[_Shape, BoundCopy] = {}
         # A room has one array of ids, and a new array after it has grown.
         self._lists: IdentityCache[PageIds] = IdentityCache(_HELD_LISTS_MAX)
@@ -211,61 +215,66 @@ class DeviceCopier:
         When a direct copy has passed, every later reader of the target's memory sees its bytes. If the driver refuses
         one of several launches, the ticket of those before it is returned, and its `end` raises DeviceError.
         """
-        source, target, tokens, trailer, accepts, key = copy
+        source = copy.source
         if isinstance(source, Slab):
             stream = self._scatters
         else:
-            stream = self._gathers if isinstance(target, Slab) else self._directs
-        source_place = source if isinstance(source, Slab) else self._held_of(source, stream, to_write=False)
-        target_place = target if isinstance(target, Slab) else self._held_of(target, stream, to_write=True)
+            stream = self._gathers if isinstance(copy.target, Slab) else self._directs
+        parts = list(copy.parts())
+        places = [
+            (self._place(near, stream, to_write=False), self._place(far, stream, to_write=True))
+            for near, far, _ in parts
+        ]
         held: list[PageIds] = []
         try:
-            for side in (source_place, target_place):
-                if isinstance(side, PageIds):
-                    side.pool.hold()
-                    held.append(side)
-            bound = self._bound(source, target, tokens, stream)
-            if stream is not self._directs or bound.ready():
+            for place in itertools.chain.from_iterable(places):
+                if isinstance(place, PageIds):
+                    place.pool.hold()
+                    held.append(place)
+            bound = [self._bound(*part, stream) for part in parts]
+            if stream is not self._directs or all(each.ready() for each in bound):
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._event()
                 digests: CopyDigests | None = None
                 try:
-                    found = None if accepts is None else self._read_trailer(source_place)
-                    if key:
-                        digests = self._digests((source, target), tokens, key, stream)
-                        digests.queue(bound.checked(source_place, target_place, tokens, trailer))
-                    else:
-                        bound.queue(source_place, target_place, tokens, trailer)
+                    found = None if copy.accepts is None else self._read_trailer(source)
+                    if copy.digest_key:
+                        digests = self._digests(parts, copy.digest_key, stream)
+                    calls = _checked(bound, parts, places, copy.trailer)
+                    failure = _launched(calls, digests)
                 except LongshoreError:
                     # Nothing was launched. The device may still write to `found`, so no copy uses that again.
                     self.take_back(event, None, digests)
                     raise
                 mark = self._marked(event, stream)
-                return DeviceTicket(self, mark, stream, held, found, accepts, digests)
+                return DeviceTicket(self, mark, stream, held, found, copy.accepts, digests, failure)
         except LongshoreError:
             _let_go(held)
             raise
         _let_go(held)
         return None
 
-    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> DeviceTicket:
+    def digest(self, parts: Parts, key: bytes) -> DeviceTicket:
         """See `copier.Copier`. Compiles the kernel in this thread, and reads on the stream of gathers."""
         stream = self._gathers
-        ids = self._held_of(view, stream, _FOR_DIGESTS, to_write=False)
-        ids.pool.hold()
+        held: list[PageIds] = []
         try:
+            for part in parts:
+                ids = self._held_of(part.view, stream, _FOR_DIGESTS, to_write=False)
+                ids.pool.hold()
+                held.append(ids)
             event = self._event()
             digests: CopyDigests | None = None
             try:
-                digests = self._digests((view, None), tokens, key, stream)
-                digests.queue(None)
+                digests = self._digests([(part.view, None, part.tokens) for part in parts], key, stream)
+                failure = _launched([], digests)
             except LongshoreError:
                 self.take_back(event, None, digests)
                 raise
         except LongshoreError:
-            _let_go([ids])
+            _let_go(held)
             raise
-        return DeviceTicket(self, self._marked(event, stream), stream, [ids], None, None, digests)
+        return DeviceTicket(self, self._marked(event, stream), stream, held, None, None, digests, failure)
 
     def take_back(self, mark: Mark, trailer: cuda.HostBytes | None, digests: CopyDigests | None) -> None:
         """Keep the event and the memory of an ended copy for the next one."""
@@ -286,9 +295,16 @@ class DeviceCopier:
 
     def _peers(self, pool: KVPool) -> list[tuple[Paged, tuple[int, int]]]:
         """Return, for each TP size of a peer, one page with the heads that it takes, and the page's tokens."""
-        ids, layers, tokens = np.zeros(1, dtype=np.int32), range(pool.layer_count), (0, pool.layout.page_size)
-        views = [pool_view(pool, ids, 0, layers, range(count)) for count in pool.layout.shared_head_counts]
-        return [(Paged(view, self._table(pool)), tokens) for view in views]
+        ids, layers = np.zeros(1, dtype=np.int32), range(pool.layer_count)
+        views = [
+            pool_view(pool, ids, 0, layers, range(count), number)
+            for number, section in enumerate(pool.layout.sections)
+            for count in pool.layout.shared_head_counts(section.heads)
+        ]
+        return [(Paged(view, self._table(pool, view.section)), (0, view.page_tokens)) for view in views]
+
+    def _place(self, side: View | Slab, stream: CopyStream, *, to_write: bool) -> Place:
+        return side if isinstance(side, Slab) else self._held_of(side, stream, to_write=to_write)
 
     def _held_of(self, view: View, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
         return self._held(view.own_pool, view.pages, view.first_page, stream, *purpose, to_write=to_write)
@@ -308,11 +324,15 @@ class DeviceCopier:
         return self._events.pop() if self._events else cuda.Event(self._driver)
 
     def _digests(
-        self, sides: tuple[View | Slab, View | Slab | None], tokens: tuple[int, int], key: bytes, stream: CopyStream
+        self,
+        parts: Sequence[tuple[View | Slab, View | Slab | None, tuple[int, int]]],
+        key: bytes,
+        stream: CopyStream,
     ) -> CopyDigests:
         """Return the digests of the sides that are pages, checked and compiled. Queues only their page ids."""
-        source, target = (self._digested(side, tokens, stream) if isinstance(side, View) else None for side in sides)
-        return CopyDigests(self._digest_memories, stream, (source, target), tokens, key)
+        source = [self._digested(near, tokens, stream) for near, _, tokens in parts if isinstance(near, View)]
+        target = [self._digested(far, tokens, stream) for _, far, tokens in parts if isinstance(far, View)]
+        return CopyDigests(self._digest_memories, stream, (source, target), key)
 
     def _digested(self, view: View, tokens: tuple[int, int], stream: CopyStream) -> Digested:
         ids = self._held_of(view, stream, _FOR_DIGESTS, to_write=False)
@@ -321,10 +341,10 @@ class DeviceCopier:
         if bound is None:
             if len(self._bound_digests) >= _SHAPES_MAX:
                 self._bound_digests.clear()
-            bound = self._bound_digests[key] = BoundDigest(Paged(view, self._table(view.own_pool)), tokens, stream)
-        return Digested(bound, ids)
+            bound = self._bound_digests[key] = BoundDigest(self._paged(view), tokens, stream)
+        return Digested(bound, ids, tokens)
 
-    def _read_trailer(self, slab: Place) -> cuda.HostBytes:
+    def _read_trailer(self, slab: View | Slab) -> cuda.HostBytes:
         """Queue a copy of the 64 bytes behind a landed slab to the host; return the host memory."""
         assert isinstance(slab, Slab), "only a slab has a trailer"
         begin = slab.offset_bytes + aligned(slab.payload_bytes)
@@ -349,7 +369,12 @@ class DeviceCopier:
         """Return the copy that serves all slabs of this shape between two pools, or a pool and staging memory."""
         key: _Shape = ()
         for side in (source, target):
-            key += (None,) if isinstance(side, Slab) else (side.pool, *shape_of(side, tokens))
+            # Pieces of slabs begin anywhere.
+            key += (
+                (side.offset_bytes % ALIGNMENT_BYTES,)
+                if isinstance(side, Slab)
+                else (side.pool, *shape_of(side, tokens))
+            )
         copy = self._copies.get(key)
         if copy is None:
             if len(self._copies) >= _SHAPES_MAX:
@@ -358,26 +383,64 @@ class DeviceCopier:
         return copy
 
     def _side(self, side: View | Slab) -> Side:
-        return side if isinstance(side, Slab) else Paged(side, self._table(side.own_pool))
+        return side if isinstance(side, Slab) else self._paged(side)
 
-    def _table(self, pool: KVPool) -> PlaneTable:
-        found = self._tables.get(pool)
+    def _paged(self, view: View) -> Paged:
+        return Paged(view, self._table(view.own_pool, view.section))
+
+    def _table(self, pool: KVPool, section: int) -> PlaneTable:
+        found = self._tables.get((pool, section))
         if found is None:
             self._forget_closed()
             try:
-                found = PlaneTable(pool, [address for address, _ in pool.regions], self._device)
+                found = PlaneTable(pool, [address for address, _ in pool.regions], self._device, section)
                 torch.cuda.current_stream(self._device).synchronize()
             except RuntimeError as error:
                 raise DeviceError(f"a pool's table cannot be copied to {self._device}: {error}") from error
-            self._tables[pool] = found
+            self._tables[pool, section] = found
         return found
 
     def _forget_closed(self) -> None:
         """Drop tables and copies of unmapped pools: neighbours' pools come and go with their engines."""
-        closed = {pool for pool in self._tables if pool.wait_closed(0)}
-        self._tables = {pool: table for pool, table in self._tables.items() if pool not in closed}
+        closed = {pool for pool, _ in self._tables if pool.wait_closed(0)}
+        self._tables = {key: table for key, table in self._tables.items() if key[0] not in closed}
         self._copies = {key: copy for key, copy in self._copies.items() if closed.isdisjoint(key)}
         self._bound_digests = {key: bound for key, bound in self._bound_digests.items() if key[0] not in closed}
+
+
+def _checked(
+    bound: Sequence[BoundCopy],
+    parts: Sequence[tuple[View | Slab, View | Slab, tuple[int, int]]],
+    places: Sequence[tuple[Place, Place]],
+    trailer: SealedTrailer | None,
+) -> list[Callable[[], None]]:
+    """Check all parts of a copy; return the calls that queue them. The last one writes the trailer."""
+    calls, before_bytes = [], 0
+    for index, (each, (_, far, tokens), (source, target)) in enumerate(zip(bound, parts, places, strict=True)):
+        is_last = index == len(parts) - 1
+        calls.append(each.checked(source, target, tokens, trailer if is_last else None, before_bytes))
+        if isinstance(far, Slab):
+            before_bytes += far.payload_bytes
+    return calls
+
+
+def _launched(copies: list[Callable[[], None]], digests: CopyDigests | None) -> DeviceError | None:
+    """Queue a copy and its digests. Raises DeviceError if nothing was queued; returns it if a later call was refused.
+
+    Earlier launches use the pages until the stream has passed them, so the copy needs its ticket.
+    """
+    calls = copies
+    if digests is not None:
+        calls = digests.calls(copies)
+        digests.begin()
+    for index, call in enumerate(calls):
+        try:
+            call()
+        except DeviceError as error:
+            if not index:
+                raise
+            return error
+    return None
 
 
 def _let_go(held: list[PageIds]) -> None:

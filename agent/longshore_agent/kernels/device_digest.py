@@ -27,7 +27,7 @@ one plane. The grid is (tiles, heads, planes), blocks of one tile of rows side b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -214,7 +214,7 @@ class BoundDigest:
         if view.row_bytes > TOKEN_BYTES_MAX:
             raise ShapeError(f"rows of {view.row_bytes} bytes: above {TOKEN_BYTES_MAX}")
         self._stream, self._tuning, self._pool = stream, tuning, table.pool
-        self._row_tokens = view.row_tokens
+        self._row_tokens, self._page_tokens = view.row_tokens, view.page_tokens
         self._planes = table.line(view.layers.start)
         self._grid = choose_digest_grid(paged, tokens, tuning)
         first, end = view.rows(tokens)
@@ -248,7 +248,7 @@ class BoundDigest:
             DeviceError: the kernel cannot be compiled.
         """
         assert ids.pool is self._pool, "page ids of another pool"
-        address = ids.address_of(tokens, unique=False)
+        address = ids.address_of(tokens, self._page_tokens, unique=False)
         if self._launch is None:
             self._launch = _KERNEL.bind(self._stream, self._grid, self._tuning)
         launch, row_first = self._launch, tokens[0] // self._row_tokens
@@ -298,10 +298,11 @@ class DigestMemory:
 
 
 class Digested(NamedTuple):
-    """A side whose digests are wanted, with a list of page ids that only digests read."""
+    """A part of a side whose digests are wanted, with a list of page ids that only digests read."""
 
     bound: BoundDigest
     ids: PageIds
+    tokens: tuple[int, int]
 
 
 class DigestMemories:
@@ -328,59 +329,52 @@ class CopyDigests:
 
     Attributes:
         memory: of these digests.
-        failure: of a launch that was refused after others that the device executes; the digests are then wrong.
     """
 
     def __init__(
         self,
         memories: DigestMemories,
         stream: CopyStream,
-        sides: tuple[Digested | None, Digested | None],
-        tokens: tuple[int, int],
+        sides: tuple[Sequence[Digested], Sequence[Digested]],
         key: bytes,
     ) -> None:
         """Check the sides and compile their kernels; queue nothing.
 
         Args:
-            sides: source and target; None: no digests of this side are wanted.
+            sides: the parts of source and target; empty: no digests of this side are wanted.
         Raises:
             ShapeError, DeviceError: as `BoundDigest.checked`, and if there is no memory.
         """
         # The lists of page ids, too, are in use until the end.
         self._sides, self._key = sides, key
-        self._launches = [side and side.bound.checked(side.ids, tokens) for side in sides]
-        self._counts = [0 if side is None else side.bound.count for side in sides]
-        self.failure: DeviceError | None = None
-        self.memory = memories.take(stream, sum(self._counts))
+        self._launches = [[part.bound.checked(part.ids, part.tokens) for part in side] for side in sides]
+        self._counts = [[part.bound.count for part in side] for side in sides]
+        self.memory = memories.take(stream, sum(map(sum, self._counts)))
 
-    def queue(self, copy: Callable[[], None] | None) -> None:
-        """Queue the source's digests, the copy, the target's digests, and the way of all digests to the host.
+    def calls(self, copies: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Return the calls that queue the source's digests, the copies, the target's digests, and their way to the host.
+
+        Each raises only DeviceError.
 
         Args:
-            copy: queues the copy; it raises only DeviceError. None: there is no copy.
-        Raises:
-            DeviceError: no launch was queued.
+            copies: queue the parts of the copy; each raises only DeviceError. Empty: there is no copy.
         """
+        address = self.memory.found_address
+        digests: list[list[Callable[[], None]]] = []
+        for launches, counts in zip(self._launches, self._counts, strict=True):
+            queued: list[Callable[[], None]] = []
+            for launch, count in zip(launches, counts, strict=True):
+                queued.append(functools.partial(launch, self.memory.key_address, address))
+                address += count * _WORD_BYTES
+            digests.append(queued)
+        return [*digests[0], *copies, *digests[1], self.memory.finish]
+
+    def begin(self) -> None:
+        """Queue the key and zeroed sums, before the calls. Raises DeviceError."""
         self.memory.begin(self._key)
-        key, found = self.memory.key_address, self.memory.found_address
-        addresses = (found, found + self._counts[0] * _WORD_BYTES)
-        source, target = (
-            launch and functools.partial(launch, key, address)
-            for launch, address in zip(self._launches, addresses, strict=True)
-        )
-        calls = [call for call in (source, copy, target, self.memory.finish) if call is not None]
-        for index, call in enumerate(calls):
-            try:
-                call()
-            except DeviceError as error:
-                if not index:
-                    raise
-                # Earlier launches use the pages until the stream has passed them, so the copy needs its ticket.
-                self.failure = error
-                return
 
     def read(self) -> Digests:
         """Return the digests, after the stream has passed the copy."""
-        found, (source_count, target_count) = self.memory.read(), self._counts
+        found, (source_count, target_count) = self.memory.read(), map(sum, self._counts)
         source_end = source_count * _WORD_BYTES
         return Digests(found[:source_end], found[source_end : source_end + target_count * _WORD_BYTES])

@@ -58,8 +58,8 @@ class PlaneTable:
         heads_adjoin: True: the heads of a token are adjacent in every plane.
     """
 
-    def __init__(self, pool: KVPool, region_addresses: Sequence[int], device: torch.device) -> None:
-        """Put the table of planes on the device.
+    def __init__(self, pool: KVPool, region_addresses: Sequence[int], device: torch.device, section: int = 0) -> None:
+        """Put the table of a section's planes on the device.
 
         Args:
             region_addresses: one for each of the pool's regions, of its first byte in the device's address space.
@@ -72,10 +72,10 @@ class PlaneTable:
             raise PoolError(
                 f"{len(region_addresses)} addresses for {len(geometry.region_bytes)} regions: pass one for each region"
             )
-        self.pool = pool
+        self.pool, held = pool, pool.sections[section]
         lines = [
             (region_addresses[plane.region] + plane.offset, plane.page_stride, plane.token_stride, plane.head_stride)
-            for plane in geometry.planes
+            for plane in held.planes
         ]
         try:
             self._planes = torch.tensor(lines, dtype=torch.int64, device=device)
@@ -86,11 +86,11 @@ class PlaneTable:
             ) from error
         self.device, self._address = self._planes.device, self._planes.data_ptr()
         # A stride that no index uses does not limit the alignment. The address of a plane is always used.
-        counts = (2, pool.page_count, pool.page_tokens, pool.head_count)
+        counts = (2, pool.page_count, held.page_rows, held.heads)
         steps = [step for line in lines for step, count in zip(line, counts, strict=True) if count > 1]
-        self.bits = functools.reduce(operator.or_, steps, pool.row_bytes)
-        self.token_stride_max = max(plane.token_stride for plane in geometry.planes)
-        self.heads_adjoin = all(plane.head_stride == pool.row_bytes for plane in geometry.planes)
+        self.bits = functools.reduce(operator.or_, steps, held.row_bytes)
+        self.token_stride_max = max(plane.token_stride for plane in held.planes)
+        self.heads_adjoin = all(plane.head_stride == held.row_bytes for plane in held.planes)
 
     def line(self, layer: int) -> int:
         """Return the address of a layer's first plane in the table, [planes, PLANE_FIELDS] int64 on the device.
@@ -149,18 +149,18 @@ class PageIds:
         # The check may sort the ids, which takes as long as the copy. A source's pages may repeat.
         self._is_unique = to_write and are_unique(self._ids)
 
-    def address_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
+    def address_of(self, tokens: tuple[int, int], page_tokens: int, *, unique: bool) -> int:
         """Return the device address of the id (int32) of the first token's page; the other pages' ids follow it.
 
         Args:
             tokens: [first, end) in the sequence, not empty.
+            page_tokens: of the view.
             unique: refuse a list with a repeated page, since two tokens would be written to one place.
         Raises:
             ShapeError: a token lies in no page of the list.
             LongshoreError: TOKENS_OVERLAP.
         """
-        size = self.pool.layout.page_size
-        first, end = tokens[0] // size - self._first_page, -(-tokens[1] // size) - self._first_page
+        first, end = tokens[0] // page_tokens - self._first_page, -(-tokens[1] // page_tokens) - self._first_page
         if not 0 <= first < end <= self._count:
             held = (self._first_page, self._first_page + self._count)
             raise ShapeError(f"pages are numbers [{held[0]}, {held[1]}) of a sequence: tokens {tokens} lie elsewhere")
@@ -198,6 +198,7 @@ class _BoundSide(NamedTuple):
     name: str
     table: PlaneTable | None = None
     planes: int = 0  # address of the table's line for the first chosen layer
+    page_tokens: int = 0
 
 
 class BoundCopy:
@@ -279,24 +280,42 @@ class BoundCopy:
         launch(*values)
 
     def checked(
-        self, source: Place, target: Place, tokens: tuple[int, int], trailer: SealedTrailer | None = None
+        self,
+        source: Place,
+        target: Place,
+        tokens: tuple[int, int],
+        trailer: SealedTrailer | None = None,
+        before_bytes: int = 0,
     ) -> Callable[[], None]:
-        """Check as `queue`, and return the call that queues the copy; it raises only DeviceError."""
-        values = self._values(source, target, tokens, trailer)
+        """Check as `queue`, and return the call that queues the copy; it raises only DeviceError.
+
+        Args:
+            before_bytes: of the slab's payload that lie before a target that is a piece of it.
+        """
+        values = self._values(source, target, tokens, trailer, before_bytes)
         return functools.partial(self._launch or self.prepare(), *values)
 
     def _values(
-        self, source: Place, target: Place, tokens: tuple[int, int], trailer: SealedTrailer | None
+        self,
+        source: Place,
+        target: Place,
+        tokens: tuple[int, int],
+        trailer: SealedTrailer | None,
+        before_bytes: int = 0,
     ) -> tuple[int, ...]:
         """Return the values of one launch. Raises ShapeError and LongshoreError as `queue`."""
         assert tokens[1] - tokens[0] == self._token_count, (tokens, self._token_count)
         tail = _NO_TAIL
         if trailer is not None:
-            if not isinstance(target, Slab) or trailer.payload_bytes != self._payload_bytes:
+            slab_payload_bytes = before_bytes + self._payload_bytes
+            if not isinstance(target, Slab) or trailer.payload_bytes != slab_payload_bytes:
                 raise ShapeError(
-                    f"trailer.payload_bytes is {trailer.payload_bytes}: the target is a slab of {self._payload_bytes} bytes"
+                    f"trailer.payload_bytes is {trailer.payload_bytes}: the target is a slab of {slab_payload_bytes} bytes"
                 )
-            tail = (self._tail_bytes, *_TRAILER_WORDS.unpack(trailer.data))
+            tail_bytes = self._tail_bytes
+            if before_bytes:
+                tail_bytes = slab_bytes(slab_payload_bytes) - slab_payload_bytes
+            tail = (tail_bytes, *_TRAILER_WORDS.unpack(trailer.data))
         source_at, source_ids = self._addresses(self._sides[0], source, tokens, 0)
         target_at, target_ids = self._addresses(self._sides[1], target, tokens, tail[0])
         return (source_at, source_ids, target_at, target_ids, *self._same, *tail)
@@ -306,7 +325,7 @@ class BoundCopy:
         if side.table is not None:
             assert isinstance(place, PageIds), f"{side.name} was pages"
             assert place.pool is side.table.pool, "page ids of another pool"
-            return side.planes, place.address_of(tokens, unique=side.name == "target")
+            return side.planes, place.address_of(tokens, side.page_tokens, unique=side.name == "target")
         assert isinstance(place, Slab), f"{side.name} was a slab"
         memory, offset_bytes, payload_bytes = place
         if payload_bytes != self._payload_bytes:
@@ -324,7 +343,7 @@ class BoundCopy:
 def _bound_side(name: str, side: Side) -> _BoundSide:
     if isinstance(side, Slab):
         return _BoundSide(name)
-    return _BoundSide(name, side.table, side.table.line(side.view.layers.start))
+    return _BoundSide(name, side.table, side.table.line(side.view.layers.start), side.view.page_tokens)
 
 
 def _offsets_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tuple[int, int, int]:
@@ -343,8 +362,8 @@ def _offsets_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tupl
 def shape_of(view: View, tokens: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of a side with pages. One `BoundCopy` can queue all copies of equal shapes."""
     layers, heads = view.layers, view.heads
-    place = tokens[0] % (view.page_rows * view.row_tokens)
-    return tokens[1] - tokens[0], place, layers.start, layers.stop, heads.start, heads.stop
+    place = tokens[0] % view.page_tokens
+    return view.section, tokens[1] - tokens[0], place, layers.start, layers.stop, heads.start, heads.stop
 
 
 def _grid(sides: tuple[Side, Side], tokens: tuple[int, int], tuning: Tuning) -> Grid:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,11 @@ class Digests(NamedTuple):
 
 
 NO_DIGESTS = Digests()
+
+
+def joined(parts: Sequence[Digests]) -> Digests:
+    """Return the digests of a copy from those of its parts."""
+    return Digests(b"".join(part.source for part in parts), b"".join(part.target for part in parts))
 
 
 def first_difference(wanted: bytes, found: bytes) -> int | None:

@@ -61,7 +61,7 @@ def _row(view: View, plane: int, row: int, head: int) -> Bytes:
         return view.slab[at : at + view.row_bytes].reshape(-1, view.element_bytes)
     assert view.pool is not None
     kind, layer = divmod(plane, len(view.layers))
-    place = view.pool.geometry.planes[kind * view.pool.layer_count + view.layers[layer]]
+    place = view.pool.sections[view.section].planes[kind * view.pool.layer_count + view.layers[layer]]
     page, slot = divmod(row - view.first_row, view.page_rows)
     at = place.offset + int(view.pages[page]) * place.page_stride + slot * place.token_stride
     at += view.heads[head] * place.head_stride

@@ -22,7 +22,7 @@ from longshore_agent.memory.device_memory import DeviceMapping, RegisteredMappin
 from longshore_agent.memory.host_memory import Mapping, map_shared, torn_count
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
-from longshore_wire.layout import PLANE_BYTES, KVLayout, PageOrder, PoolGeometry
+from longshore_wire.layout import PLANE_BYTES, KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
 # How a process gets a region of pages: a file descriptor, ours to close, or its place on a GPU.
 RegionHandle = int | DeviceRegion
@@ -45,25 +45,44 @@ class PlaneGroup(NamedTuple):
     element_stride: int = 0
 
 
+class PoolSection(NamedTuple):
+    """The planes of one section of a layout in a pool. With PageOrder.OPAQUE a row is a whole blob, of which a page has one.
+
+    Attributes:
+        kinds: planes of a layer.
+        heads: local ones.
+        row_bytes: bytes of a row, without gaps.
+        element_bytes: of an element of a row; a blob is one element.
+        page_rows: rows of one head in a page.
+        row_tokens: tokens of a row.
+        planes: their places, by kind and local layer.
+        groups: the same, mostly one group. Their addresses are valid only inside `in_use`.
+    """
+
+    kinds: int
+    heads: int
+    row_bytes: int
+    element_bytes: int
+    page_rows: int
+    row_tokens: int
+    planes: tuple[PlaneGeometry, ...]
+    groups: list[PlaneGroup]
+
+
 class KVPool:
     """The pages of one engine rank.
-
-    With PageOrder.OPAQUE a row is a whole blob, and a page counts as one token: `page_tokens` is 1.
 
     Attributes:
         layout, geometry: as registered.
         layer_count: local layers.
-        head_count: local heads.
-        row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
-        page_tokens: rows of one head in a page.
         device: the GPU for which the pages are mapped: in its memory, or that of another GPU or the host within its reach;
             None if they are for the CPU.
         on_device: they are for a GPU.
         sealed: the engine cannot truncate its memory, so that other engines' workers may map it.
         adjacent: the elements of every row are adjacent.
         closed_s: time of `close` by `time.monotonic`; None before it.
-        plane_groups: all planes in order, mostly one group. Their addresses are valid only inside `in_use`.
-        views: for `pipeline.slabs`: views of no pages, by the layers and heads of a pair of ranks.
+        sections: those of the layout.
+        views: for `pipeline.slabs`: views of no pages, by section, layers and heads.
     """
 
     def __init__(
@@ -101,17 +120,14 @@ class KVPool:
         self.layout = layout
         self.geometry = geometry
         self.layer_count = len(layout.layers)
-        self.head_count = len(layout.heads)
-        self.row_bytes = row_bytes(layout)
-        self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
         self.on_device = device is not None
         self.device = device
         self._unmap_later = unmap_later
         self._mappings = _map_regions(geometry, handles, device, stop)
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
-        self.plane_groups = plane_groups(geometry, [mapping.address for mapping in self._mappings])
+        self.sections = pool_sections(layout, geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
-        self.views: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
+        self.views: dict[tuple[int, tuple[int, int], tuple[int, int]], Any] = {}
         self._lock = threading.Lock()
         self._users_count = 0
         self._closing = False
@@ -255,11 +271,6 @@ def are_unique(pages: npt.NDArray[np.int32]) -> bool:
     return not (ordered[1:] == ordered[:-1]).any()
 
 
-def row_bytes(layout: KVLayout) -> int:
-    """Return the bytes of one head of one token, or of one blob."""
-    return layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
-
-
 def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
     """Raise PoolError unless `geometry` fits `layout`, all bytes are in their regions, and no plane uses a byte twice.
 
@@ -283,9 +294,30 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
                 )
 
 
-def plane_groups(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneGroup]:
-    """Return all planes of a pool whose regions are at these addresses."""
-    planes = geometry.planes
+def pool_sections(layout: KVLayout, geometry: PoolGeometry, region_addresses: Sequence[int]) -> tuple[PoolSection, ...]:
+    """Return the sections of a pool whose regions are at these addresses."""
+    found, first, layer_count = [], 0, len(layout.layers)
+    opaque = layout.order is PageOrder.OPAQUE
+    for section in layout.sections:
+        planes = geometry.planes[first : first + section.kinds * layer_count]
+        first += len(planes)
+        page_rows = {PageOrder.OPAQUE: 1, PageOrder.SLOT: section.rows}.get(layout.order, layout.page_size)
+        found.append(
+            PoolSection(
+                kinds=section.kinds,
+                heads=len(layout.heads_of(section.heads)),
+                row_bytes=section.row_bytes,
+                element_bytes=section.row_bytes if opaque else layout.model.element_bytes,
+                page_rows=page_rows,
+                row_tokens=layout.page_size if opaque else 1,
+                planes=planes,
+                groups=_groups(planes, region_addresses),
+            )
+        )
+    return tuple(found)
+
+
+def _groups(planes: Sequence[PlaneGeometry], region_addresses: Sequence[int]) -> list[PlaneGroup]:
     strides = [(plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride) for plane in planes]
     starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]
     addresses = np.array([region_addresses[plane.region] + plane.offset for plane in planes], dtype=np.int64)

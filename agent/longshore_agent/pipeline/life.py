@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
-from longshore_agent.kernels.copier import Copier, Copy, Slab
+from longshore_agent.kernels.copier import Copier, Slab, copy_of
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.pipeline.slabs import (
     InboundEnd,
@@ -54,7 +54,6 @@ from longshore_agent.pipeline.slabs import (
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
 from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Selection, Transport, Write
-from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import room_name
 from longshore_wire.slabs import Trailer, unseal
@@ -151,7 +150,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     start_ns = time.monotonic_ns()
     try:
         staged = Slab(memory.buffer, region.offset_bytes, effect.payload_bytes)
-        copy = Copy(slab.source(), staged, effect.tokens, slab.sealed_trailer(), digest_key=effect.digest_key)
+        copy = copy_of(slab.source(), staged, slab.sealed_trailer(), digest_key=effect.digest_key)
         ticket = tools.copier.submit(copy)
     except LongshoreError:
         memory.free(region)
@@ -197,7 +196,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     """Copy pages into the target's pages, which are mapped into this process."""
     effect = slab.effect
-    copy = Copy(slab.source(), slab.neighbour_target(), effect.tokens, digest_key=effect.digest_key)
+    copy = copy_of(slab.source(), slab.neighbour_target(), digest_key=effect.digest_key)
     while True:
         yield tools.copies.turn(slab)
         if slab.cancelled:
@@ -212,7 +211,7 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     yield Copied(ticket)
     tools.copies.leave()
     ticket.end()
-    fault = _compare(effect, *ticket.digests, tools.log) if effect.digest_key else ""
+    fault = _compare(slab, *ticket.digests, tools.log) if effect.digest_key else ""
     if fault:
         return OutboundEnd(slab, fault, Reason.DIGEST_MISMATCH)
     tools.log.count("longshore_writes_total", 1, way="direct")
@@ -233,12 +232,12 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     try:
         with slab.pool.in_use():
             if slab.effect.digest_key:
-                ticket = tools.copier.digest(slab.source(), slab.effect.tokens, slab.effect.digest_key)
+                ticket = tools.copier.digest(slab.source(), slab.effect.digest_key)
                 yield Copied(ticket)
                 ticket.end()
                 digests = ticket.digests.source
                 start_ns = time.monotonic_ns()
-            pieces = pieces_in_place(slab.source(), slab.remote_target(), slab.effect.tokens)
+            pieces = pieces_in_place(slab.source(), slab.remote_target())
             count = len(pieces.lengths)
             tools.log.count("longshore_write_pieces_total", count, way=way)
             prepared = transport.prepare(slab.peer_name, pieces)
@@ -273,9 +272,9 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     return _ended(slab, tools, start_ns, error, settled=settled, digests=digests, whole=posted_count == count)
 
 
-def _compare(effect: StartWrite | StartScatter, source: bytes, target: bytes, log: StageLog) -> str:
+def _compare(slab: OutboundSlab | InboundSlab, source: bytes, target: bytes, log: StageLog) -> str:
     """Compare digests and count the slab; see `digest_fault`."""
-    fault = digest_fault(effect, source, target)
+    fault = digest_fault(slab.effect, slab.pool.layout, source, target)
     log.count("longshore_digests_total", 1, result="different" if fault else "equal")
     return fault
 
@@ -331,10 +330,10 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
             if staged:
                 assert tools.ring is not None
                 landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
-                copy = Copy(landed, slab.target(), effect.tokens, accepts=accepts, digest_key=effect.digest_key)
+                copy = copy_of(landed, slab.target(), accepts=accepts, digest_key=effect.digest_key)
                 ticket = tools.copier.submit(copy)
             else:
-                ticket = tools.copier.digest(slab.target(), effect.tokens, effect.digest_key)
+                ticket = tools.copier.digest(slab.target(), effect.digest_key)
         except LongshoreError as error:
             # The pages of a slab that was cancelled meanwhile may be unmapped.
             return InboundEnd(slab, dropped=True) if slab.cancelled else InboundEnd(slab, error.reason, str(error))
@@ -350,7 +349,7 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
                 tools.log.stage("scatter", effect, tools.thread, start_ns, end_ns)
             if effect.digest_key and not slab.cancelled:
                 target = ticket.digests.target if staged else ticket.digests.source
-                if fault := _compare(effect, effect.digests, target, tools.log):
+                if fault := _compare(slab, effect.digests, target, tools.log):
                     return InboundEnd(slab, Reason.DIGEST_MISMATCH, fault)
             return InboundEnd(slab)
         if slab.cancelled:

@@ -8,25 +8,37 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.kernels.copier import Pages, PlaneRows, View, plane_rows, pool_view, remote_view
+from longshore_agent.kernels.copier import (
+    Pages,
+    Part,
+    Parts,
+    PlaneRows,
+    View,
+    plane_rows,
+    pool_view,
+    remote_view,
+)
 from longshore_agent.kernels.digest import first_difference
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import PEER, Attach, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.slabs import SealedTrailer, Trailer
+from longshore_wire.ways import Way
 
 Addresses = npt.NDArray[np.uint64]
 Interval = tuple[int, int]
@@ -43,24 +55,81 @@ def page_ids(packed: bytes) -> Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """The pages of one room: `pages[i]` is the id of page `first_page + i` of the sequence."""
+    """The pages of one cache of a room: `pages[i]` is the id of page `first_page + i` of the sequence."""
 
     first_page: int
     pages: Pages
-    _views: dict[tuple[KVPool, Interval, Interval], View] = field(default_factory=dict)
+    _views: dict[tuple[KVPool, int, Interval, Interval], View] = field(default_factory=dict)
 
-    def view(self, pool: KVPool, route: Pair) -> View:
-        """Return the view of the layers and heads that a pair of ranks moves. All slabs of a pair share one view."""
-        found = self._views.get((pool, route.layers, route.heads))
+    def parts(self, pool: KVPool, route: Pair, units: Interval, other: KVLayout | None = None) -> Parts:
+        """Return the parts of a copy of the units that one slab of a pair of ranks moves. Slabs share views.
+
+        Args:
+            other: the layout of the other side, if that is pages, too: parts of a slot end where its pages end.
+        """
+        if not route.slot:
+            return tuple(
+                Part(self._view(pool, route, section, route.layers), units) for section in _held_sections(route)
+            )
+        return tuple(
+            Part(self._slot_view(pool, route, section, run), (0, pool.sections[section].page_rows))
+            for section in _held_sections(route)
+            for run in slot_runs(units, pool.layout, other)
+        )
+
+    def _view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
+        heads = route.sections[section]
+        key = (pool, section, layers, heads)
+        found = self._views.get(key)
         if found is None:
-            view = pool.views.get((route.layers, route.heads))
-            if view is None:
-                if len(pool.views) >= _VIEWS_MAX:
-                    pool.views.clear()
-                layers, heads = route.local_layers(pool.layout), route.local_heads(pool.layout)
-                view = pool.views[route.layers, route.heads] = pool_view(pool, _NO_PAGES, 0, layers, heads)
-            found = self._views[pool, route.layers, route.heads] = view.of(self.pages, self.first_page)
+            found = self._views[key] = _view_of_no_pages(pool, route, section, layers).of(self.pages, self.first_page)
         return found
+
+    def _slot_view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
+        key = (pool, section, layers, route.sections[section])
+        found = self._views.get(key)
+        if found is None:
+            pages = slot_page(self.pages, pool.layout, layers)
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            found = self._views[key] = _view_of_no_pages(pool, route, section, layers).of(pages, 0)
+        return found
+
+
+def _held_sections(route: Pair) -> Iterator[int]:
+    """Yield the sections of which a pair moves heads."""
+    for section, (first, end) in enumerate(route.sections):
+        if first < end:
+            yield section
+
+
+def _view_of_no_pages(pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
+    key = (section, layers, route.sections[section])
+    view = pool.views.get(key)
+    if view is None:
+        if len(pool.views) >= _VIEWS_MAX:
+            pool.views.clear()
+        first = pool.layout.layers.start
+        local = range(layers[0] - first, layers[1] - first)
+        heads = route.local_heads(pool.layout, section)
+        view = pool.views[key] = pool_view(pool, _NO_PAGES, 0, local, heads, section)
+    return view
+
+
+def slot_runs(units: Interval, *layouts: KVLayout | None) -> Iterator[Interval]:
+    """Cut layers [first, end) of a slot where a page of one of the layouts ends."""
+    edges = {*units}
+    for layout in layouts:
+        if layout is not None:
+            first, size = layout.layers.start, layout.page_size
+            edges.update(range(first + (units[0] - first) // size * size + size, units[1], size))
+    return pairwise(sorted(edges))
+
+
+def slot_page(pages: Pages, layout: KVLayout, layers: Interval) -> Pages:
+    """Return the page of a slot that holds these layers, as a list."""
+    number = (layers[0] - layout.layers.start) // layout.page_size
+    return pages if len(pages) == 1 else pages[number : number + 1]
 
 
 class Stage(Enum):
@@ -100,30 +169,51 @@ class OutboundSlab:
     lane: int = 0
     wire: str = UNKNOWN_WIRE
 
-    def source(self) -> View:
-        """Return the view of our engine's pages."""
-        return self.table.view(self.pool, self.effect.route)
+    def source(self) -> Parts:
+        """Return our engine's pages."""
+        return self.table.parts(self.pool, self.effect.route, self.effect.tokens, self._slot_of_target())
 
-    def neighbour_target(self) -> View:
-        """Return the view of the target's pages at their addresses in this process."""
+    def neighbour_target(self) -> Parts:
+        """Return the target's pages at their addresses in this process."""
         assert self.neighbour is not None
         assert self.neighbour_table is not None
-        return self.neighbour_table.view(self.neighbour, self.effect.route)
+        return self.neighbour_table.parts(self.neighbour, self.effect.route, self.effect.tokens, self.pool.layout)
 
-    def remote_target(self) -> View:
-        """Return the view of the target's pages at their addresses in the target's process."""
-        route, cache = self.effect.route, self.effect.pair.cache
-        layout, pool = self.attach.layout.caches[cache], self.attach.pool(cache)
+    def remote_target(self) -> Parts:
+        """Return the target's pages at their addresses in the target's process."""
+        effect, route = self.effect, self.effect.route
+        layout, pool = self.attach.layout.caches[effect.pair.cache], self.attach.pool(effect.pair.cache)
         assert pool is not None
-        return remote_view(
-            layout,
-            pool.geometry,
-            pool.region_addresses,
-            page_ids(self.effect.target_pages),
-            self.effect.first_claimed_token // layout.page_size,
-            route.local_layers(layout),
-            route.local_heads(layout),
+        pages, first_page = page_ids(effect.target_pages), effect.first_claimed_token // layout.page_size
+
+        def view(section: int, layers: Interval, pages: Pages, first_page: int) -> View:
+            first = layout.layers.start
+            return remote_view(
+                layout,
+                pool.geometry,
+                pool.region_addresses,
+                pages,
+                first_page,
+                range(layers[0] - first, layers[1] - first),
+                route.local_heads(layout, section),
+                section,
+            )
+
+        if not route.slot:
+            return tuple(
+                Part(view(section, route.layers, pages, first_page), effect.tokens) for section in _held_sections(route)
+            )
+        return tuple(
+            Part(view(section, run, slot_page(pages, layout, run), 0), (0, layout.sections[section].rows))
+            for section in _held_sections(route)
+            for run in slot_runs(effect.tokens, layout, self.pool.layout)
         )
+
+    def _slot_of_target(self) -> KVLayout | None:
+        """Return the layout of the target's slot, if that is written without a slab."""
+        if not self.effect.route.slot or self.effect.way is Way.STAGED:
+            return None
+        return self.neighbour.layout if self.neighbour else self.attach.layout.caches[self.effect.pair.cache]
 
     def sealed_trailer(self) -> SealedTrailer:
         """Return the trailer to write behind a staged slab, sealed with the key of the target's ring."""
@@ -154,29 +244,44 @@ class InboundSlab:
     landed_ns: int
     cancelled: bool = False
 
-    def target(self) -> View:
-        """Return the view of our engine's pages."""
-        return self.table.view(self.pool, self.effect.route)
+    def target(self) -> Parts:
+        """Return our engine's pages."""
+        return self.table.parts(self.pool, self.effect.route, self.effect.tokens)
 
 
-def digest_fault(effect: StartWrite | StartScatter, source: bytes, target: bytes) -> str:
-    """Compare the digests of both sides' pages (`kernels.digest.Digests`). Returns what differs; empty: nothing does."""
+def digest_fault(effect: StartWrite | StartScatter, layout: KVLayout, source: bytes, target: bytes) -> str:
+    """Compare the digests of both sides' pages (`kernels.digest.Digests`). Returns what differs; empty: nothing does.
+
+    Args:
+        layout: of the cache on one of the sides.
+    """
     index = first_difference(source, target)
     if index is None:
         return ""
-    (first_layer, end_layer), (first_head, end_head) = effect.route.layers, effect.route.heads
-    layers, heads = end_layer - first_layer, end_head - first_head
-    plane, head = divmod(index, heads)
-    kind, layer = divmod(plane, layers)
-    has_kinds = max(len(source), len(target)) > 8 * layers * heads
-    cache = f"cache {effect.pair.cache}, " if effect.pair.cache else ""
-    place = (
-        f"{cache}layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
-    )
+    unit, (first, end) = ("layers" if effect.route.slot else "tokens"), effect.tokens
     return (
-        f"{place}: tokens {effect.tokens[0]} to {effect.tokens[1]} in decode rank {effect.pair.target_rank}'s pages are not those of "
-        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.label})"
+        f"{_digest_place(effect, layout, index)}: {unit} {first} to {end} in decode rank {effect.pair.target_rank}'s pages are "
+        f"not those of prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.label})"
     )
+
+
+def _digest_place(effect: StartWrite | StartScatter, layout: KVLayout, index: int) -> str:
+    """Name the layer, plane and head of digest number `index`."""
+    route = effect.route
+    first_layer, end_layer = effect.tokens if route.slot else route.layers
+    names = {1: ("",), 2: ("K, ", "V, ")}.get(layout.plane_count // len(layout.layers))
+    place = ""
+    for section, (first_head, end_head) in zip(layout.sections, route.sections, strict=True):
+        for plane in range(section.first, section.first + section.kinds):
+            layer, head = divmod(index, max(1, end_head - first_head))
+            name = f"plane {plane}, " if names is None else names[plane]
+            place = f"layer {first_layer + layer}, {name}head {first_head + head}"
+            index -= (end_layer - first_layer) * (end_head - first_head)
+            if index < 0:
+                break
+        if index < 0:
+            break
+    return f"cache {effect.pair.cache}, {place}" if effect.pair.cache else place
 
 
 def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
@@ -305,17 +410,20 @@ def still_wanted(slabs: Iterable[OutboundSlab], put: Callable[[OutboundEnd], Non
     return kept
 
 
-def pieces_in_place(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
-    """Return the pieces that bring `tokens` from the source's pages to the target's.
+def pieces_in_place(source: Parts, target: Parts) -> Pieces:
+    """Return the pieces that bring the source's pages to the target's.
 
     If both sides hold the same heads in the same order, each page is one piece; otherwise a piece is one head slice of
     one token, or less. Adjacent pieces are merged, so do not count on one piece a page.
 
     Args:
-        source, target: pages of either side, with equally many layers and heads.
-        tokens: (first, end) in the sequence, inside the pages of both sides.
+        source, target: pages of either side, cut alike, with equally many layers and heads.
     """
-    found = list(map(_pieces_of, plane_rows(source, target, tokens)))
+    found = [
+        _pieces_of(rows)
+        for near, far in zip(source, target, strict=True)
+        for rows in plane_rows(near.view, far.view, near.tokens)
+    ]
     return Pieces(*_merge(*(np.concatenate(each) for each in zip(*found, strict=True))))
 
 

@@ -234,7 +234,7 @@ def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...], mem
 
 def _layout(query: PlanQuery, side: Literal["prefill", "decode"]) -> KVLayout:
     """Return the layout of rank 0 of one side, from which the planner derives the other ranks."""
-    model = ModelShape(query.layers, query.kv_heads, query.head_dim, query.element_bytes, Attention[query.attention])
+    model = ModelShape.of(Attention[query.attention], query.layers, query.kv_heads, query.head_dim, query.element_bytes)
     if side == "prefill":
         parallel = Parallel(tp=query.prefill_tp, pp=query.prefill_pp)
         return KVLayout(model, parallel, query.prefill_page_size, PageOrder[query.prefill_order])

@@ -326,7 +326,7 @@ class EngineRequests:
         return frozenset(pair.way for pair in pairs if pair.route is not None)
 
     def _extended(self, old: PageTable | None, room: int, offered: CachePages, pages: np.ndarray) -> PageTable:
-        first_page = offered.first_token // self.caches[offered.cache].page_size
+        first_page, _ = self.caches[offered.cache].pages_of(offered.first_token, offered.end_token)
         if old is None:
             return PageTable(first_page, pages)
         kept = first_page - old.first_page
@@ -374,7 +374,8 @@ class EngineRequests:
             pages = _page_ids(each.pages)
             self._check_count(each, len(pages))
             pool.check_pages(pages, unique=True)
-            tables[each.cache] = PageTable(each.first_token // self.caches[each.cache].page_size, pages)
+            first_page, _ = self.caches[each.cache].pages_of(each.first_token, each.end_token)
+            tables[each.cache] = PageTable(first_page, pages)
             mappable, adjacent = mappable and pool.sealed, adjacent and pool.adjacent
         key = RoomKey(message.endpoint.instance, message.room)
         asked = self.tables.get((Half.TARGET, key))
@@ -508,11 +509,11 @@ class EngineRequests:
                 f"tokens [{first_token}, {end_token}) are not a range: give 0 <= first <= end <= {TOKENS_MAX}",
                 reason=Reason.TOKENS_MISSING,
             )
-        size = self.caches[each.cache].page_size
-        needed = -(-end_token // size) - first_token // size if first_token < end_token else 0
+        layout = self.caches[each.cache]
+        _, needed = layout.pages_of(first_token, end_token)
         if count != needed:
             raise RoomError(
-                f"tokens [{first_token}, {end_token}) lie in {needed} pages of {size} tokens, and {count} were given",
+                f"tokens [{first_token}, {end_token}) lie in {needed} {layout.pages_text}, and {count} were given",
                 reason=Reason.PAGE_OUT_OF_RANGE,
             )
 

@@ -314,7 +314,7 @@ class NeighbourPools:
 
     def _table(self, mapped: KVPool, pages: bytes, first_token: int) -> PageTable:
         """Return the page table of a claim; the same `pages` object gives the same table."""
-        first_page = first_token // mapped.layout.page_size
+        first_page, _ = mapped.layout.pages_of(first_token, first_token + 1)
         return self._tables.get(lambda: PageTable(first_page, page_ids(pages)), pages)
 
     def _prepare_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:

@@ -36,7 +36,7 @@ from longshore_wire.layout import PAGE_SIZE_MAX, ModelShape
 
 KIB = 1 << 10
 # One head of 512 bytes in 16 layers: a page of one token is the shortest run, and K and V of all layers 32 runs.
-MODEL = ModelShape(layers=16, kv_heads=1, head_dim=256, element_bytes=2)
+MODEL = ModelShape.kv(layers=16, kv_heads=1, head_dim=256, element_bytes=2)
 _TOKEN_RUN_BYTES = MODEL.head_bytes
 _PLANES = 2 * MODEL.layers
 STAGED = Course("staged", "Staged", 1, 1)

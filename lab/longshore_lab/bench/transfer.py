@@ -34,7 +34,7 @@ from longshore_lab.devices import Placement
 from longshore_wire.layout import ModelShape
 
 # The model of the request: 128 KiB a token, as a 32-layer model of 8 KV heads in bfloat16 has.
-MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
+MODEL = ModelShape.kv(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
 _BATCHES = (100, 300, 1000)
 _BATCH_PROBE_BYTES = 16 * MIB
 _WAYS = ["staged", "direct", "contiguous", "slices"]

@@ -38,7 +38,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     @property
     def shape(self) -> ModelShape:
         """The cache's shape, which both sides of a transfer declare."""
-        return ModelShape(self.layers, self.kv_heads, self.head_dim, FLOAT32_BYTES)
+        return ModelShape.kv(self.layers, self.kv_heads, self.head_dim, FLOAT32_BYTES)
 
     @property
     def query_group(self) -> int:
