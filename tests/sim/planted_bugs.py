@@ -15,12 +15,14 @@ from unittest.mock import patch
 import msgspec
 
 from longshore_client.core import Core
+from longshore_wire import source
 from longshore_wire.claims import PageParts, UsedSerials
-from longshore_wire.effects import PeerId, Send
+from longshore_wire.effects import PeerId, Send, StartWrite
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.layout import TargetMemory
 from longshore_wire.links import Links, PeerState
 from longshore_wire.peer_messages import Attach, EndAck, SlabReady
+from longshore_wire.plan import Pair
 from longshore_wire.ring import Ring
 from longshore_wire.room import RoomTable, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid
@@ -193,6 +195,33 @@ def _end_with_one_cache(stack: ExitStack) -> None:
         return bool(self.expected) and self.total_tokens >= 0 and any(pair.done for pair in self.pairs.values())
 
     _set(stack, SourceRoom, "done", property(done))
+
+
+def _offer_slots_early(stack: ExitStack) -> None:
+    def offered_end(self: Any, pair: Any) -> int:
+        if pair.route is not None and pair.route.slot and self.is_offered:
+            return int(pair.grid.end_token)
+        return int(real(self, pair))
+
+    real = _set(stack, SourceRoom, "offered_end", offered_end)
+
+
+def _shift_windows(stack: ExitStack) -> None:
+    def begun(**fields: Any) -> StartWrite:
+        # By more than one page of any size.
+        fields["first_claimed_token"] = max(0, fields["first_claimed_token"] - 16)
+        return StartWrite(**fields)
+
+    _set(stack, source, "StartWrite", begun)
+
+
+def _cut_sections_alike(stack: ExitStack) -> None:
+    def local_heads(self: Any, layout: Any, section: int = 0) -> range:
+        first = real(self, layout, 0)
+        count = len(real(self, layout, section))
+        return range(first.start, first.start + count)
+
+    real = _set(stack, Pair, "local_heads", local_heads)
 
 
 def _share_page_table(stack: ExitStack) -> None:
@@ -516,6 +545,13 @@ PLANTS = {
     ),
     "one cache for all": Plant(
         "a room is done at prefill when one cache is acknowledged", _end_with_one_cache, ("caches",)
+    ),
+    "a slot before its time": Plant(
+        "a slot is sent with the first chunk, and again with the last", _offer_slots_early, ("states",)
+    ),
+    "a shifted window": Plant("the pages of a window are taken for earlier ones", _shift_windows, ("states in place",)),
+    "sections in one piece": Plant(
+        "all sections of a state are cut as the first one", _cut_sections_alike, ("states", "states near")
     ),
     "forgetful client": Plant("a client repeats no open half to a new worker", _repeat_nothing, ("workers die",)),
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from sim_memory import Pages, Pool
+from sim_memory import Pages, Pool, SlotPages, SlotPool
 from sim_worker import LOCAL_NS, Worker
 from sim_world import MS, SECOND, ViolationError, World
 
@@ -44,7 +44,7 @@ from longshore_wire.engine_messages import (
     Welcome,
 )
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
+from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry, TargetMemory
 from longshore_wire.peer_messages import RoomKey
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 # Host memory is larger, and its pages may hold one token.
 PAGES_MAX = {TargetMemory.DEVICE: 512, TargetMemory.HOST: 2048}
 REDIAL_NS = 100 * MS
+# Tokens that a windowed cache keeps.
+WINDOW = 6
 # An engine aborts a request if its agent is busy for this long.
 TRIES_MAX = 60
 _serials = itertools.count(1)
@@ -115,7 +117,10 @@ class Client:
         self.layout, self.instance, self.lease_ns = layout, config.instance, config.lease_ns
         self.key = PeerId(config.instance, layout.parallel.dp_rank, layout.rank, config.memory)
         self.geometries = [_geometry(cache, PAGES_MAX[config.memory]) for cache in layout.caches]
-        self.pools = [Pool(each, PAGES_MAX[config.memory], cache) for cache, each in enumerate(layout.caches)]
+        self.pools = [
+            (SlotPool if each.order is PageOrder.SLOT else Pool)(each, PAGES_MAX[config.memory], cache)
+            for cache, each in enumerate(layout.caches)
+        ]
         hello = Hello(
             ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine, memory=config.memory
         )
@@ -285,13 +290,15 @@ class Client:
         serial, caches = next(_serials), []
         for pool, since in zip(self.pools, self._firsts(number, first, end), strict=True):
             size = pool.layout.page_size
-            first_page = since // size
-            count = -(-end // size) - first_page if since < end or self.half is Half.SOURCE else 0
-            pages = pool.take(max(count, 0), serial)
+            first_page, count = pool.layout.pages_of(since, end)
+            pages = pool.take(count, serial)
             if pages is None:
                 for each in caches:
                     each.pool.give_back(each.pages)
                 return None
+            if isinstance(pool, SlotPool):
+                caches.append(SlotPages(pool, serial, pages))
+                continue
             caches.append(Pages(pool, serial, pages, first_page))
             if self.half is Half.TARGET and pages:
                 caches[-1].fill(number, first_page * size, since)
@@ -301,10 +308,15 @@ class Client:
         return room
 
     def _firsts(self, number: int, first: int, end: int) -> list[int]:
-        """Return from where on each cache is wanted: from `first` on, whole, or not at all."""
+        """Return from where on each cache is wanted: from `first` on, whole, or not at all. A window begins late."""
+        begins = [max(0, end - WINDOW) if pool.layout.name.startswith("window") else 0 for pool in self.pools]
         if self.half is Half.SOURCE:
-            return [0] * len(self.pools)
-        return [first, *((first, 0, end)[(number + cache) % 3] for cache in range(1, len(self.pools)))]
+            return begins
+        firsts = [first, *((first, 0, end)[(number + cache) % 3] for cache in range(1, len(self.pools)))]
+        for cache, pool in enumerate(self.pools):
+            if isinstance(pool, SlotPool) and firsts[cache] < end:
+                firsts[cache] = 0
+        return list(map(max, begins, firsts))
 
     def offer(self, room: Room) -> None:
         """Offer the chunks of a room, each at its time and after the one before was accepted."""
@@ -325,12 +337,15 @@ class Client:
             room.chunks.clear()
             return
         offered = []
+        begins = self._firsts(room.key.room, 0, room.end)
         for cache, pages in enumerate(room.caches):
-            # Some caches are offered as a whole, with the last chunk.
+            # Some caches are offered as a whole, with the last chunk; slots and windows always are.
             waits = bool(cache) and (room.key.room + cache) % 4 == 0
+            waits = waits or isinstance(pages, SlotPages) or begins[cache] > 0
             if not waits or last:
-                begin = 0 if waits else first
-                pages.fill(room.key.room, begin, end)
+                begin = begins[cache] if waits else first
+                if begin < end or not isinstance(pages, SlotPages):
+                    pages.fill(room.key.room, begin, end)
                 offered.append(CachePages(cache, begin, end, 0, b""))
         self.call(key, Offer(0, room.key.room, tuple(offered), last), room)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sim_memory import Pages, Words, damaged, digests
+from sim_memory import Words, damaged
 from sim_world import MS, ViolationError, Write
 
 from longshore_wire.effects import StartScatter, StartWrite
@@ -105,10 +105,6 @@ class Lanes:
         self.jobs.setdefault(key, set()).add(job)
         return job
 
-    def _place(self, effect: StartWrite | StartScatter) -> tuple[range, range]:
-        layout = self._worker.core.config.layout.caches[effect.pair.cache]
-        return effect.route.local_layers(layout), effect.route.local_heads(layout)
-
     # -- writes ----------------------------------------------------------------------------------------------------
 
     def start_write(self, effect: StartWrite) -> None:
@@ -143,10 +139,10 @@ class Lanes:
             job.lost = job.settled = True
             worker.deliver(self._written, job)
             return
-        layers, heads = self._place(effect)
-        job.words = job.room.caches[effect.pair.cache].read(layers, *effect.tokens, heads)
+        pages = job.room.caches[effect.pair.cache]
+        job.words = pages.read(effect.route, effect.tokens)
         if effect.digest_key:
-            job.digests = digests(job.words, effect.tokens[0])
+            job.digests = pages.digests(effect.route, effect.tokens, job.words)
         if fate.damage:
             self._world.counts["damaged slabs"] += 1
             job.words = damaged(job.words, fate.damage)
@@ -187,11 +183,11 @@ class Lanes:
             # Use the claim's page list, not the room's current pages.
             held = room.caches[effect.pair.cache]
             numbers, size = np.frombuffer(effect.target_pages, "<i4").tolist(), held.pool.layout.page_size
-            pages = Pages(held.pool, held.serial, numbers, effect.first_claimed_token // size)
-            layers, heads = self._place(effect)
-            pages.write(layers, *effect.tokens, heads, words)
+            pages = held.of(numbers, effect.first_claimed_token // size)
+            pages.write(effect.route, effect.tokens, words)
             if effect.way is Way.DIRECT and job.digests:
-                job.differs = digests(pages.read(layers, *effect.tokens, heads), effect.tokens[0]) != job.digests
+                found = pages.read(effect.route, effect.tokens)
+                job.differs = pages.digests(effect.route, effect.tokens, found) != job.digests
 
     def _end_write(self, job: Job) -> None:
         assert job.target is not None
@@ -238,21 +234,18 @@ class Lanes:
     def _scatter(self, job: Job) -> None:
         effect, reason = job.effect, Reason.NONE
         if not job.cancelled and job.room.lives:
-            layers, heads = self._place(effect)
+            pages = job.room.caches[effect.pair.cache]
             if effect.way is Way.STAGED:
-                shape = (len(layers), effect.tokens[1] - effect.tokens[0], len(heads))
-                words = self._worker.staging.take(effect, shape)
+                words = self._worker.staging.take(effect)
                 if words is None:
                     reason = Reason.TRAILER_MISMATCH
                 else:
                     if job.fate.damage:
                         self._world.counts["damaged slabs"] += 1
-                        words = damaged(words, job.fate.damage)
-                    job.room.caches[effect.pair.cache].write(layers, *effect.tokens, heads, words)
+                        words = damaged(words[None, :, None], job.fate.damage)
+                    pages.write(effect.route, effect.tokens, words)
             if effect.digest_key and reason is Reason.NONE:
-                found = digests(
-                    job.room.caches[effect.pair.cache].read(layers, *effect.tokens, heads), effect.tokens[0]
-                )
+                found = pages.digests(effect.route, effect.tokens, pages.read(effect.route, effect.tokens))
                 reason = Reason.NONE if found == effect.digests else Reason.DIGEST_MISMATCH
         self._worker.deliver(self._scattered, job, reason)
 

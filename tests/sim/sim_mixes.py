@@ -51,6 +51,7 @@ class Mix:
         host_memory: decode's ranks also have pages in host memory, of one token each, and rooms go to either.
         twins_stay: two engines of one name live to the end of the run.
         caches: (fewest, most) of each rank.
+        states: some caches are slots or windows.
         never_fits: rooms of the prefill instance with the most ranks can never be staged; other rooms must not suffer.
     """
 
@@ -72,6 +73,7 @@ class Mix:
     never_fits: bool = False
     host_memory: bool = False
     caches: tuple[int, int] = (1, 1)
+    states: bool = False
     shapes: tuple[Shape, ...] = SHAPES
     shape_weights: tuple[int, ...] = SHAPE_WEIGHTS
     wire: bool = False
@@ -166,6 +168,11 @@ MIXES: dict[str, Mix] = {
     "caches and dying engines": Mix(LATE, {"kill_engine": (1, 3), "cancel": (0, 5)}, caches=(2, 5)),
     "caches near": Mix(LATE, {"cancel": (0, 10), "kill_worker": (0, 2)}, near=True, caches=(2, 5)),
     "caches in place": Mix(WORSE, {"cancel": (0, 10)}, ways=(Way.SLICES,), caches=(2, 5)),
+    "states": Mix(Odds(loss=0.02, repeat=0.1), sure=True, caches=(2, 5), states=True),
+    "states in a storm": Mix(BAD, {"cancel": (0, 10), "kill_worker": (0, 2)}, caches=(2, 5), states=True),
+    "states near": Mix(LATE, {"cancel": (0, 10), "kill_worker": (0, 2)}, near=True, caches=(2, 5), states=True),
+    "states in place": Mix(WORSE, {"cancel": (0, 10)}, ways=(Way.SLICES,), caches=(2, 5), states=True),
+    "states with digests": Mix(CALM, caches=(2, 5), states=True, settings=DIGESTS),
     "contradictions": Mix(Odds(repeat=0.1), {"cancel": (0, 3)}, lies=0.3, reasons=CANCELS | {Reason.TOTAL_MISMATCH}),
     "few rooms": Mix(
         Odds(repeat=0.1), {"cancel": (0, 5), "kill_worker": (0, 1)}, settings={"rooms_max": 4, "ended_rooms_max": 64}

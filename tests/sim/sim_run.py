@@ -28,7 +28,7 @@ from longshore_wire import claims, target
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout, Parallel, TargetMemory
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane, TargetMemory
 from longshore_wire.names import ON_GPU
 from longshore_wire.peer_messages import RoomKey
 
@@ -154,15 +154,22 @@ class Run:
         """Return the layout of a rank. Each cache has one layer more than the one before, and pages of another size."""
         model = self.scenario.model
         others = tuple(
-            KVLayout(
-                msgspec.structs.replace(model, layers=model.layers + cache),
-                place,
-                2 * page_size if cache % 2 else max(1, page_size // 2),
-                name=f"cache-{cache}",
-            )
+            self._other(msgspec.structs.replace(model, layers=model.layers + cache), place, page_size, cache)
             for cache in range(1, self.scenario.cache_count)
         )
         return KVLayout(model, place, page_size, others=others)
+
+    def _other(self, model: ModelShape, place: Parallel, page_size: int, cache: int) -> KVLayout:
+        size = 2 * page_size if cache % 2 else max(1, page_size // 2)
+        kind = (self.scenario.seed + cache) % 3 if self.scenario.states else 0
+        if kind == 0:
+            return KVLayout(model, place, size, name=f"cache-{cache}")
+        if kind == 1:
+            return KVLayout(model, place, size, name=f"window-{cache}")
+        # Sections with as many heads, with twice as many, and with one that all ranks have.
+        planes = (Plane(model.kv_heads, 8, 2), Plane(2 * model.kv_heads, 8), Plane(1, 8, 3))
+        state = ModelShape(model.layers, planes, model.element_bytes)
+        return KVLayout(state, place, size, PageOrder.SLOT, name=f"state-{cache}")
 
     def clients(self) -> Iterator[Client]:
         """Return all ranks of engines that live."""

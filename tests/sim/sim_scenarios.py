@@ -101,6 +101,7 @@ class Scenario:
     on_gpu: bool = False
     codec: bool = False
     cache_count: int = 1  # of each rank
+    states: bool = False  # some caches are slots or windows
     message_pages: int = PAGES_PER_MESSAGE_MAX  # page lists of claims come in messages of so many
     fates: dict[tuple[str, ...], Any] | None = None
     steady: bool = False
@@ -175,6 +176,7 @@ def scenario(mix_name: str, seed: int) -> Scenario:
         codec=draw.random() < 0.1,
         message_pages=draw.choice((PAGES_PER_MESSAGE_MAX, PAGES_PER_MESSAGE_MAX, 1, 3)),
         cache_count=cache_count,
+        states=mix.states,
     )
 
 

@@ -766,11 +766,7 @@ class SourceSession:
         """Start every slab that has its tokens, its grant and a wire."""
         if room.failed:
             return
-        offered_end = room.end_tokens.get(pair.pair.cache, -1)
-        if pair.route is not None and pair.route.slot:
-            # It was offered whole, with the last tokens.
-            offered_end = pair.grid.end_token if room.total_tokens >= 0 else -1
-        ready = pair.grid.ready(offered_end)
+        ready = pair.grid.ready(room.offered_end(pair))
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
