@@ -78,8 +78,8 @@ def copied(
     BoundCopy(source.side, target.side, tokens, stream, tuning).queue(source.place, target.place, tokens, trailer)
 
 
-def table_of(pool: KVPool, regions: Sequence[torch.Tensor], device: torch.device) -> PlaneTable:
-    return PlaneTable(pool, [region.data_ptr() for region in regions], device)
+def table_of(pool: KVPool, regions: Sequence[torch.Tensor], device: torch.device, section: int = 0) -> PlaneTable:
+    return PlaneTable(pool, [region.data_ptr() for region in regions], device, section)
 
 
 def on_device(pool: KVPool, device: torch.device, shift: int = 0) -> tuple[PlaneTable, list[torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,15 @@ from unittest.mock import patch
 import numpy as np
 import played_device
 import torch
-from copy_checks import CPU, Request, on_device, paged, poisoned, same, settle
+from cache_oracle import POISON, Memory, content, state_geometry
+from copy_checks import CPU, Request, on_device, paged, poisoned, same, settle, table_of
 from page_shapes import Shape, contents, opened, page_ids, trailer_for
 from played_device import make_copier, play, staged, wait_compiled
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_digest, device_kernel, reference
-from longshore_agent.kernels.copier import Copy, Part, Slab, View, pool_view
+from longshore_agent.kernels.copier import Copy, Part, Slab, View, copy_of, pool_view
+from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.kernels.device_copier import DeviceCopier
 from longshore_agent.kernels.device_digest import BoundDigest
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel
@@ -26,7 +29,11 @@ from longshore_agent.kernels.digest import Digests, Words, expanded
 from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.pipeline.slabs import PageTable
+from longshore_client.memory import pool_geometry
 from longshore_wire.errors import LongshoreError
+from longshore_wire.layout import KVLayout
+from longshore_wire.plan import plan
 from longshore_wire.slabs import slab_bytes
 
 KEY = b"a key of digests"
@@ -94,7 +101,9 @@ class Place:
         self.slab = Slab(staging, 0, payload_bytes)
         self.regions: list[list[torch.Tensor]] = []
         for pool in (source, target):
-            self.copier._tables[pool, 0], regions = on_device(pool, self.device)
+            _, regions = on_device(pool, self.device)
+            for section in range(len(pool.sections)):
+                self.copier._tables[pool, section] = table_of(pool, regions, self.device, section)
             self.regions.append(regions)
         settle(self.device)
 
@@ -104,8 +113,8 @@ class Place:
             wait_compiled()
         return self._digests(ticket)
 
-    def digest(self, view: View, tokens: tuple[int, int]) -> Words:
-        found = self._digests(self.copier.digest((Part(view, tokens),), KEY))
+    def digest(self, *parts: Part) -> Words:
+        found = self._digests(self.copier.digest(parts, KEY))
         assert not found.target
         return np.frombuffer(found.source, dtype="<u8")
 
@@ -154,12 +163,57 @@ def check_copies(near: Shape, far: Shape, tokens: tuple[int, int], device_name: 
     return len(wanted) // 8
 
 
+def check_parts(layouts: tuple[KVLayout, KVLayout], device_name: str) -> int:
+    """Move what one pair of ranks moves of a cache with several sections, of a slot layer by layer.
+
+    Compares bytes and digests with those of a CPU's copier; returns how many digests a side has.
+    """
+    tokens = (0, 21)
+    route = plan(*layouts).pairs[0]
+    ranks = layouts[0].at(route.source_rank), layouts[1].at(route.target_rank)
+    slot, pools, tables = route.slot, [], []
+    for number, layout in enumerate(ranks):
+        memory, handles = Memory.shared(layout, (state_geometry if slot else pool_geometry)(layout, 6))
+        table = PageTable(0, np.array([4, 1, 3, 0, 2, 5][: layout.pages_of(*tokens)[1]], np.int32))
+        if number == 0:
+            memory.put(memory.data, table.pages.tolist(), content(5, layout, tokens[1]), *tokens)
+        pools.append(KVPool(layout, memory.geometry, handles))
+        tables.append(table)
+        for handle in handles:
+            os.close(handle)
+    units = route.units_of(*tokens)
+    payload = route.payload_bytes(*units)
+    place, trailer = Place(device_name, pools[0], pools[1], payload), trailer_for(payload)
+    near, far = (
+        table.parts(pool, route, units, other.layout)
+        for table, pool, other in zip(tables, pools, reversed(pools), strict=True)
+    )
+    host = CpuCopier().submit(copy_of(near, far, digest_key=KEY)).digests
+    moved = contents(pools[1])
+    gather = copy_of(near, place.slab, trailer, digest_key=KEY)
+    scatter = copy_of(place.slab, far, accepts=trailer.data.__eq__, digest_key=KEY)
+    for _ in range(2):
+        assert place.ended(gather) == Digests(host.source)
+        assert place.ended(scatter) == Digests(b"", host.source)
+        assert same(place.regions[1], moved)
+        for region in place.regions[1]:
+            region.fill_(POISON)
+        settle(place.device)
+        assert place.ended(copy_of(near, far, digest_key=KEY)) == Digests(host.source, host.source)
+        assert same(place.regions[1], moved)
+        assert place.ended(gather._replace(digest_key=b"")) == Digests()
+        assert np.array_equal(place.digest(*near), np.frombuffer(host.source, "<u8"))
+    for pool in pools:
+        pool.close()
+    return len(host.source) // 8
+
+
 def check_flip(near: Shape, tokens: tuple[int, int], device_name: str) -> int:
     """Flip a bit of one byte after another; return how many digests were compared each time."""
     with opened(near, seed=1) as pool, opened(near, seed=None) as other:
         view, _ = views_of((pool, other), (near, near), tokens)
         place = Place(device_name, pool, other, view.payload_bytes(tokens))
-        before = place.digest(view, tokens)
+        before = place.digest(Part(view, tokens))
         assert np.array_equal(before, reference.digests(view, tokens, KEY).ravel())
         first, end = view.rows(tokens)
         for row, plane, head, byte in (
@@ -173,11 +227,11 @@ def check_flip(near: Shape, tokens: tuple[int, int], device_name: str) -> int:
             flipped = place.regions[0][geometry.region][at + head * geometry.head_stride + byte :][:1]
             flipped ^= 1
             settle(place.device)
-            after = place.digest(view, tokens)
+            after = place.digest(Part(view, tokens))
             assert np.flatnonzero(before != after).tolist() == [plane * len(view.heads) + head]
             flipped ^= 1
             settle(place.device)
-        assert np.array_equal(place.digest(view, tokens), before)
+        assert np.array_equal(place.digest(Part(view, tokens)), before)
     return int(before.size)
 
 
@@ -201,7 +255,7 @@ def compiling_threads(shape: Shape, device_name: str) -> list[str]:
         place = Place(device_name, pool, other, view.payload_bytes(tokens))
         place.copier.prepare_pool(pool, direct=False)
         wait_compiled()
-        assert np.array_equal(place.digest(view, tokens), reference.digests(view, tokens, KEY).ravel())
+        assert np.array_equal(place.digest(Part(view, tokens)), reference.digests(view, tokens, KEY).ravel())
     return threads
 
 

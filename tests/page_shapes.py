@@ -15,7 +15,16 @@ import pytest
 from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import slabs
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import (
+    Attention,
+    KVLayout,
+    ModelShape,
+    PageOrder,
+    Parallel,
+    Plane,
+    PlaneGeometry,
+    PoolGeometry,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -238,3 +247,21 @@ def requests_of(shape: Shape) -> list[tuple[tuple[int, int], range, range]]:
     layer_ranges = (range(layers), range(1, layers))
     head_ranges = {range(heads), range(heads // 2, heads), range(heads // 3, heads // 3 + 1)}
     return [(t, ls, hs) for t in sorted(tokens) for ls in layer_ranges for hs in sorted(head_ranges, key=repr)]
+
+
+def _sides(
+    model: ModelShape, order: PageOrder, sizes: tuple[int, int], tps: tuple[int, int]
+) -> tuple[KVLayout, KVLayout]:
+    source, target = (KVLayout(model, Parallel(tp), size, order) for tp, size in zip(tps, sizes, strict=True))
+    return source, target
+
+
+_UNEVEN = ModelShape(2, (Plane(4, 96), Plane(4, 32)), 2)
+# Conv states of q, k and v, of which v has more heads, and recurrent states.
+_STATE = ModelShape(3, (Plane(4, 32, 3), Plane(4, 32, 3), Plane(8, 32, 3), Plane(8, 64, 4)), 2)
+# Caches with several sections on both sides, and the digests of their first pair of ranks.
+PARTS = {
+    "K and V of unequal width": (_sides(_UNEVEN, PageOrder.NHD, (8, 4), (2, 1)), 2 * 2 * 2),
+    "states of unequal ranks": (_sides(_STATE, PageOrder.SLOT, (2, 3), (2, 1)), 3 * (2 + 2 + 4 + 4)),
+    "states of equal ranks": (_sides(_STATE, PageOrder.SLOT, (64, 1), (1, 1)), 3 * 24),
+}

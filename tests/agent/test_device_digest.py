@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from kernel_process import KernelProcess
-from page_shapes import SHAPES, Shape, few
+from page_shapes import PARTS, SHAPES, Shape, few
 from test_copy_kernel import SCATTERED, SHAPES_OF_DEVICES, SMALL, requests_of
 
 from longshore_agent.kernels.device_grid import Tile, Tuning
@@ -90,6 +90,14 @@ def test_a_copier_returns_the_digests_of_the_sides_that_are_pages(name: str, int
     assert interpreter.run("check_copies", near, far, tokens, "cpu") == near.layout.plane_count * min(
         near.heads, far.heads
     )
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_copier_moves_all_sections_of_a_cache_and_returns_their_digests(
+    name: str, interpreter: KernelProcess
+) -> None:
+    layouts, digest_count = PARTS[name]
+    assert interpreter.run("check_parts", layouts, "cpu") == digest_count
 
 
 @pytest.mark.parametrize("shape", [replace(SMALL, layers=2), OPAQUE], ids=["NHD", "opaque"])

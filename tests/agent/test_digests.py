@@ -162,7 +162,7 @@ def landed_bit(patch: pytest.MonkeyPatch, halves: Halves) -> None:
 
     def digest(self: CpuCopier, *given: Any) -> Any:
         if not is_at_source():
-            view = given[0]
+            view = given[0][0].view
             flip(int(view.planes[0].addresses[0] + view.pages[0] * view.planes[0].page_stride) + 5)
         return real(self, *given)
 

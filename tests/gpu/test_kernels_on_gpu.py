@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from page_shapes import SHAPES, Shape, requests_of
+from page_shapes import PARTS, SHAPES, Shape, requests_of
 
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_wire.layout import PageOrder
@@ -133,6 +133,12 @@ def test_a_gpu_returns_the_digests_of_the_sides_that_are_pages(
 ) -> None:
     planes = near.layout.plane_count
     assert digests.check_copies(near, far, tokens, DEVICE) == planes * min(near.heads, far.heads)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_gpu_moves_all_sections_of_a_cache_and_returns_their_digests(name: str, digests: Any) -> None:
+    layouts, digest_count = PARTS[name]
+    assert digests.check_parts(layouts, DEVICE) == digest_count
 
 
 def test_the_first_digests_of_a_registered_pool_do_not_wait_for_a_compiler(digests: Any) -> None:
