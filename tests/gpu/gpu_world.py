@@ -21,6 +21,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from cache_oracle import POISON as STATE_POISON
+from cache_oracle import Memory, content, state_geometry
 
 from longshore_cli.metrics_page import MetricsPage
 from longshore_client import (
@@ -28,6 +34,7 @@ from longshore_client import (
     Half,
     KVLayout,
     ModelShape,
+    PageOrder,
     Parallel,
     TargetMemory,
     connect,
@@ -37,7 +44,7 @@ from longshore_client import (
 from longshore_client.cuda import device_name, device_region
 from longshore_lab.test_engine.remote import Remote, serve
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
-from longshore_wire.layout import PoolGeometry
+from longshore_wire.layout import Plane, PoolGeometry
 
 # Time to load torch and the transport in several processes concurrently.
 START_LIMIT_S = 60.0
@@ -45,6 +52,12 @@ ROOM_LIMIT_S = 60.0
 POISON = 0x5AA5
 # Pages do not begin at the start of their allocation, like most engines' pages.
 OFFSET_BYTES = 1 << 20
+# Conv states by their sections, then recurrent states: of GDN, and of Mamba2 with one group. Smaller than real ones.
+STATES = {
+    "gdn": (Plane(4, 256, 3), Plane(4, 256, 3), Plane(16, 256, 3), Plane(16, 512, 32)),
+    "mamba": (Plane(16, 128, 3), Plane(1, 128, 3), Plane(1, 128, 3), Plane(16, 256, 64)),
+}
+SLOT_COUNT = 12
 # The name of pages in host memory in /proc.
 HOST_PAGES = "longshore-host-pages"
 _PLANTS = str(Path(__file__).parent / "plants")
@@ -166,10 +179,12 @@ class _Rank:
         page_count: int,
         latent: bool = False,
         index: bool = False,
+        state_layers: int = 0,
     ) -> dict[str, Any]:
         """Allocate memory for the pages and poison it. With `latent` they hold latents of DeepSeek's size.
 
-        With `index` there is a second cache, of index keys, with the same page ids.
+        With `index` there is a second cache, of index keys, with the same page ids. With `state_layers` there are two more
+        caches of slots, whose pages have so many layers: states of GDN and of Mamba2.
         """
         import torch
 
@@ -178,11 +193,18 @@ class _Rank:
         if latent:
             shape = ModelShape.latent(layers, 576, 2)
         keys = ModelShape.latent(layers - 1, 128, 2)
-        others = (KVLayout(keys, Parallel(tp, rank), page_size, name="index"),) if index else ()
-        self.layout = KVLayout(shape, Parallel(tp, rank), page_size, others=others)
+        place = Parallel(tp, rank)
+        others = [KVLayout(keys, place, page_size, name="index")] if index else []
+        if state_layers:
+            shapes = {name: ModelShape(layers - 1, planes, 2) for name, planes in STATES.items()}
+            others += [KVLayout(each, place, state_layers, PageOrder.SLOT, name=name) for name, each in shapes.items()]
+        self.layout = KVLayout(shape, place, page_size, others=tuple(others))
         self.device = torch.device("cuda", device)
         # By cache: its layout, geometry and pages.
-        self.caches = [self._allocated(layout, page_count) for layout in self.layout.caches]
+        self.caches = [
+            self._allocated(layout, page_count) for layout in self.layout.caches if layout.order is not PageOrder.SLOT
+        ]
+        self.states = [self._slots(layout) for layout in self.layout.caches[len(self.caches) :]]
         _, self.geometry, self.pages = self.caches[0]
         length = self.geometry.region_bytes[0]
         torch.cuda.synchronize(self.device)
@@ -202,6 +224,12 @@ class _Rank:
         pages.fill_(POISON)
         return layout, geometry, pages
 
+    def _slots(self, layout: KVLayout) -> tuple[Memory, Any]:
+        """Allocate slots; return their copy on the host, which knows what they should hold, and their memory."""
+        geometry = state_geometry(layout, SLOT_COUNT)
+        memory = Memory(layout, geometry, [np.full(geometry.region_bytes[0], STATE_POISON, np.uint8)])
+        return memory, self.torch.from_numpy(memory.data[0]).to(self.device)
+
     def allocate_host(self, *, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int) -> None:
         """As `allocate`, in host memory."""
         import torch
@@ -214,7 +242,7 @@ class _Rank:
         shape = (len(self.geometry.planes), page_count, page_size, len(self.layout.heads), 128)
         self.pages = torch.frombuffer(mapped, dtype=torch.int16).view(shape)
         self.pages.fill_(POISON)
-        self.caches = [(self.layout, self.geometry, self.pages)]
+        self.caches, self.states = [(self.layout, self.geometry, self.pages)], []
 
     def register_host(self, *, socket: str, instance: str, device: str) -> None:
         """Register pages of `allocate_host`, of an engine whose device is `device` ("cpu": all of its pages are there)."""
@@ -240,14 +268,25 @@ class _Rank:
             roles=(Half[role],),
             timeout_s=START_LIMIT_S,
         )
-        for cache, (_, geometry, pages) in enumerate(self.caches):
+        memories = [(geometry, pages) for _, geometry, pages in self.caches]
+        memories += [(state.geometry, slots) for state, slots in self.states]
+        for cache, (geometry, pages) in enumerate(memories):
             self.client.register_pool(cache, geometry, [device_region(pages)], timeout_s=START_LIMIT_S)
 
     def endpoint(self) -> str:
         return msgspec.msgpack.encode(self.client.endpoint(START_LIMIT_S)).hex()
 
-    def fill(self, *, seed: int, tokens: int, pages: list[int]) -> None:
+    def _slots_of(self, layout: KVLayout, turn: int) -> list[int]:
+        """Return the slots of the sequence of this number."""
+        count = layout.pages_of(0, 1)[1]
+        return [count * turn + number for number in range(count)]
+
+    def fill(self, *, seed: int, tokens: int, pages: list[int], turn: int = 0) -> None:
         """Write the content of tokens [0, tokens), as a model would."""
+        for cache, (state, slots) in enumerate(self.states):
+            whole = content(seed + cache, state.layout, tokens)
+            state.put(state.data, self._slots_of(state.layout, turn), whole, 0, tokens)
+            slots.copy_(self.torch.from_numpy(state.data[0]))
         for cache, (layout, _, held) in enumerate(self.caches):
             for plane in range(len(held)):
                 self._place(held[plane], pages, self._values(seed + 1000 * cache, plane, tokens, layout))
@@ -259,9 +298,18 @@ class _Rank:
         self._settle()
 
     def differences(self, *, sequences: list[tuple[int, int, list[int]]]) -> int:
-        """Return the number of wrong elements in the pools: `pages` must hold (seed, tokens), all others poison."""
+        """Return the number of wrong elements in the pools: `pages` must hold (seed, tokens), all others poison.
+
+        Sequences are numbered in their order.
+        """
         self._settle()
         wrong = 0
+        for cache, (state, slots) in enumerate(self.states):
+            expected = [np.full_like(region, STATE_POISON) for region in state.data]
+            for turn, (seed, tokens, _) in enumerate(sequences):
+                whole = content(seed + cache, state.layout, tokens)
+                state.put(expected, self._slots_of(state.layout, turn), whole, 0, tokens)
+            wrong += int((slots.cpu().numpy() != expected[0]).sum())
         for cache, (layout, _, held) in enumerate(self.caches):
             for plane in range(len(held)):
                 expected = self.torch.full_like(held[plane], POISON)
@@ -270,7 +318,7 @@ class _Rank:
                 wrong += int((expected != held[plane]).sum())
         return wrong
 
-    def send(self, *, room: int, pages: list[int], tokens: int, chunk: int) -> tuple[float, float]:
+    def send(self, *, room: int, pages: list[int], tokens: int, chunk: int, turn: int = 0) -> tuple[float, float]:
         """Offer tokens [0, tokens) in chunks; return when the first left and when it was accepted (monotonic seconds)."""
         start_s, accepted_s = time.monotonic(), 0.0
         size = self.layout.page_size
@@ -278,13 +326,24 @@ class _Rank:
             end = min(first + chunk, tokens)
             ids = pages[first // size : -(-end // size)]
             others = [CacheTokens(cache, ids, first, end) for cache in range(1, len(self.caches))]
+            if end == tokens:
+                others += self._states(turn, tokens)
             self.client.send(room, ids, first, end, last=end == tokens, others=others)
             accepted_s = accepted_s or time.monotonic()
         return start_s, accepted_s
 
-    def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int, digest: bool = False) -> None:
+    def _states(self, turn: int, tokens: int) -> list[CacheTokens]:
+        return [
+            CacheTokens(len(self.caches) + cache, self._slots_of(state.layout, turn), 0, tokens)
+            for cache, (state, _) in enumerate(self.states)
+        ]
+
+    def receive(
+        self, *, room: int, endpoint: str, pages: list[int], tokens: int, digest: bool = False, turn: int = 0
+    ) -> None:
         known = msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint)
         others = [CacheTokens(cache, pages, 0, tokens) for cache in range(1, len(self.caches))]
+        others += self._states(turn, tokens)
         self.client.receive(room, known, pages, 0, tokens, memory=self.memory, digest=digest, others=others)
 
     def wait(self, *, room: int, half: str, instance: str) -> tuple[str, str, float]:
@@ -306,12 +365,12 @@ class _Rank:
         return time.monotonic() - begin_s
 
     def unregister(self) -> None:
-        for cache in range(len(self.caches)):
+        for cache in range(len(self.caches) + len(self.states)):
             self.client.unregister_pool(cache, self.memory)
 
     def free(self) -> None:
         """Free the pages' memory."""
-        del self.pages, self.caches
+        del self.pages, self.caches, self.states
         self.torch.cuda.empty_cache()
 
     def _settle(self) -> None:

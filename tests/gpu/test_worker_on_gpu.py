@@ -101,3 +101,31 @@ def test_pages_on_gpus_are_moved_staged_and_equal(
         assert together(decode, "differences", sequences=moved) == [0] * target_tp
         assert together(decode, "differences", sequences=moved[:1]) != [0] * target_tp
         together([*prefill, *decode], "unregister")
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("digest", [False, True])
+def test_states_on_gpus_are_moved_with_the_keys_and_values_of_their_room(
+    source_tp: int, target_tp: int, agents: list[GPUAgent], device_count: int, *, digest: bool
+) -> None:
+    """A hybrid's request: KV in chunks, and the states of GDN and Mamba2 in slots of unequally many layers a page."""
+    with ExitStack() as stack:
+        prefill = started(stack, agents[0], "prefill", "SOURCE", source_tp, 0, state_layers=3)
+        decode = started(stack, agents[1], "decode", "TARGET", target_tp, device_count - 1, state_layers=64)
+        endpoint = prefill[0].ask("endpoint")
+        moved = []
+        for turn, tokens in enumerate((700, 1, 257)):
+            room = next(ROOMS)
+            pages = [(7 * page + turn) % 160 for page in range(-(-tokens // 16))]
+            far = [50 * turn + page for page in range(-(-tokens // 16))]
+            together(prefill, "fill", seed=room % 97, tokens=tokens, pages=pages, turn=turn)
+            claim = {"pages": far, "tokens": tokens, "digest": digest, "turn": turn}
+            together(decode, "receive", room=room, endpoint=endpoint, **claim)
+            together(prefill, "send", room=room, pages=pages, tokens=tokens, chunk=256, turn=turn)
+            for half, ranks in (("TARGET", decode), ("SOURCE", prefill)):
+                for kind, text, _ in together(ranks, "wait", room=room, half=half, instance="prefill"):
+                    assert kind == "DONE", text
+            moved.append((room % 97, tokens, far))
+        assert together(decode, "differences", sequences=moved) == [0] * target_tp
+        assert all(together(decode, "differences", sequences=moved[:2]))
+        together([*prefill, *decode], "unregister")
