@@ -305,11 +305,11 @@ class _Rank:
         self._settle()
         wrong = 0
         for cache, (state, slots) in enumerate(self.states):
-            expected = [np.full_like(region, STATE_POISON) for region in state.data]
+            wanted = [np.full_like(region, STATE_POISON) for region in state.data]
             for turn, (seed, tokens, _) in enumerate(sequences):
                 whole = content(seed + cache, state.layout, tokens)
-                state.put(expected, self._slots_of(state.layout, turn), whole, 0, tokens)
-            wrong += int((slots.cpu().numpy() != expected[0]).sum())
+                state.put(wanted, self._slots_of(state.layout, turn), whole, 0, tokens)
+            wrong += int((slots.cpu().numpy() != wanted[0]).sum())
         for cache, (layout, _, held) in enumerate(self.caches):
             for plane in range(len(held)):
                 expected = self.torch.full_like(held[plane], POISON)

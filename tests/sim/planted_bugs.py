@@ -198,12 +198,10 @@ def _end_with_one_cache(stack: ExitStack) -> None:
 
 
 def _offer_slots_early(stack: ExitStack) -> None:
-    def offered_end(self: Any, pair: Any) -> int:
-        if pair.route is not None and pair.route.slot and self.is_offered:
-            return int(pair.grid.end_token)
-        return int(real(self, pair))
+    def slot_end(self: Any, pair: Any) -> int:
+        return int(pair.grid.end_token) if self.is_offered else -1
 
-    real = _set(stack, SourceRoom, "offered_end", offered_end)
+    _set(stack, SourceRoom, "slot_end", slot_end)
 
 
 def _shift_windows(stack: ExitStack) -> None:

@@ -8,6 +8,7 @@ check sizes and types. Engines import this module: it must load no module of the
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -55,6 +56,8 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 # Of an endpoint, above those that agents give.
 _AGENT_CHARACTERS_MAX = 64
 _SEAL_BYTES_MAX = 64
+# A worker meets few engines.
+_ENDPOINTS_KEPT_MAX = 256
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -83,25 +86,29 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
             raise _malformed(f"instance is {self.instance[:120]!r}: give the name of the prefill instance")
         if len(self.agent) > _AGENT_CHARACTERS_MAX:
             raise _malformed(f"agent has {len(self.agent)} characters: give the endpoint as prefill's agent gave it")
-        if len(self.seals) > LISTENERS_MAX or any(len(seal) > _SEAL_BYTES_MAX for seal in self.seals):
+        if self.seals and (len(self.seals) > LISTENERS_MAX or max(map(len, self.seals)) > _SEAL_BYTES_MAX):
             longest = max(map(len, self.seals))
             raise _malformed(
                 f"there are {len(self.seals)} seals of up to {longest} bytes: give the endpoint as prefill's agent gave it"
             )
-        rank_count, ranks, addresses = self.layout.parallel.tp * self.layout.parallel.pp, set(), set()
-        for each in self.ranks:
-            if not 0 <= each.rank < rank_count or each.rank in ranks:
-                raise _malformed(f"ranks has rank {each.rank}: give each of 0 to {rank_count - 1} once")
-            if not is_numeric(each.address):
-                raise _malformed(
-                    f"rank {each.rank} is at {each.address[:120]!r}: give the endpoint of an agent, with numeric IPv4 addresses"
-                )
-            if (place := main_address(each.address)) in addresses:
-                raise _malformed(
-                    f"two ranks are at {place}: give the endpoint of an agent, where each rank has its own"
-                )
-            ranks.add(each.rank)
-            addresses.add(place)
+        _check_ranks(self.ranks, self.layout.parallel.tp * self.layout.parallel.pp)
+
+
+# All rooms of a pair of engines have one endpoint.
+@lru_cache(_ENDPOINTS_KEPT_MAX)
+def _check_ranks(ranks: tuple[RankAddress, ...], rank_count: int) -> None:
+    numbers, addresses = set(), set()
+    for each in ranks:
+        if not 0 <= each.rank < rank_count or each.rank in numbers:
+            raise _malformed(f"ranks has rank {each.rank}: give each of 0 to {rank_count - 1} once")
+        if not is_numeric(each.address):
+            raise _malformed(
+                f"rank {each.rank} is at {each.address[:120]!r}: give the endpoint of an agent, with numeric IPv4 addresses"
+            )
+        if (place := main_address(each.address)) in addresses:
+            raise _malformed(f"two ranks are at {place}: give the endpoint of an agent, where each rank has its own")
+        numbers.add(each.rank)
+        addresses.add(place)
 
 
 def _malformed(text: str) -> LongshoreError:

@@ -13,6 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
+from operator import attrgetter
 
 import msgspec
 
@@ -27,6 +28,7 @@ _PLANS_KEPT_MAX = 256
 # Knuth's multiplier, 2**64 divided by the golden ratio: multiples of it, modulo 2**64, lie evenly apart, by
 # whatever step the ids of rooms grow. Steps of 2**32 and more are brought down first.
 _GOLDEN = 0x9E3779B97F4A7C15
+_heads_of = attrgetter("heads")
 # Name for a plan that mixes several ways.
 MIXED = "Mixed"
 
@@ -306,7 +308,7 @@ def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], roo
     """Return the replica for the first reader of a room. The layouts are not checked yet and may be empty."""
     if not sources or not targets:
         return 0
-    fewest = min((plane.heads for plane in sources[0].model.planes), default=1)
+    fewest = min(map(_heads_of, sources[0].model.planes), default=1)
     replicas = max(1, sources[0].parallel.tp // max(1, fewest))
     dealt = ((room ^ room >> 32) * _GOLDEN % 2**64) * replicas >> 64
     return (targets[0].parallel.dp_rank + dealt) % replicas

@@ -149,11 +149,9 @@ class SourceRoom(Room):
         """Whether the engine has offered anything."""
         return bool(self.first_tokens)
 
-    def offered_end(self, pair: SourcePair) -> int:
-        """Return the end of what is offered of a pair, as its grid counts. A slot is offered whole, with the last tokens."""
-        if pair.route is not None and pair.route.slot:
-            return pair.grid.end_token if self.total_tokens >= 0 else -1
-        return self.end_tokens.get(pair.pair.cache, -1)
+    def slot_end(self, pair: SourcePair) -> int:
+        """Return the end of what is offered of a slot, as its grid counts: all of it, with the last tokens."""
+        return pair.grid.end_token if self.total_tokens >= 0 else -1
 
     def add_offers(self, ranges: Sequence[tuple[int, int, int]], names: Sequence[str], *, last: bool) -> None:
         """Extend the offered tokens. Raises RoomError without a change if they do not follow.

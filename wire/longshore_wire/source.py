@@ -766,7 +766,9 @@ class SourceSession:
         """Start every slab that has its tokens, its grant and a wire."""
         if room.failed:
             return
-        ready = pair.grid.ready(room.offered_end(pair))
+        is_slot = pair.route is not None and pair.route.slot
+        offered_end = room.slot_end(pair) if is_slot else room.end_tokens.get(pair.pair.cache, -1)
+        ready = pair.grid.ready(offered_end)
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0

@@ -104,32 +104,23 @@ def copy_of(
     digest_key: bytes = b"",
 ) -> Copy:
     """Return the copy of all parts. If both sides have parts, they are cut alike."""
-    near, far = (side if not isinstance(side, Slab) else None for side in (source, target))
-    parts = near or far
-    assert parts is not None, "one side is packed at most"
-    more = tuple(
-        (near[index].view if near else None, far[index].view if far else None, parts[index].tokens)
-        for index in range(1, len(parts))
-    )
-    return Copy(
-        near[0].view if near else _slab(source),
-        far[0].view if far else _slab(target),
-        parts[0].tokens,
-        trailer,
-        accepts,
-        digest_key,
-        more,
-    )
-
-
-def _slab(side: Parts | View | Slab) -> Slab:
-    assert isinstance(side, Slab)
-    return side
+    rest: tuple[tuple[View | None, View | None, tuple[int, int]], ...]
+    if isinstance(source, Slab):
+        assert not isinstance(target, Slab), "one side is packed at most"
+        (view, tokens), more = target[0], target[1:]
+        rest = tuple([(None, part.view, part.tokens) for part in more]) if more else ()
+        return Copy(source, view, tokens, trailer, accepts, digest_key, rest)
+    (view, tokens), more = source[0], source[1:]
+    if isinstance(target, Slab):
+        rest = tuple([(part.view, None, part.tokens) for part in more]) if more else ()
+        return Copy(view, target, tokens, trailer, accepts, digest_key, rest)
+    rest = tuple((near.view, far.view, near.tokens) for near, far in zip(more, target[1:], strict=True))
+    return Copy(view, target[0].view, tokens, trailer, accepts, digest_key, rest)
 
 
 def _piece(side: View | Slab, begin_bytes: int, length_bytes: int) -> Slab:
-    whole = _slab(side)
-    return Slab(whole.memory, whole.offset_bytes + begin_bytes, length_bytes)
+    assert isinstance(side, Slab)
+    return Slab(side.memory, side.offset_bytes + begin_bytes, length_bytes)
 
 
 class Ticket(Protocol):

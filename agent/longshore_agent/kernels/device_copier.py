@@ -9,10 +9,9 @@ lists stay on the device between slabs. A kernel that is not compiled yet blocks
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -62,6 +61,8 @@ _WAIT_PAUSE_S = 0.0002
 Mark = cuda.Event | CopyStream
 # Of each side of a copy, its pool (None: a slab) and then `shape_of`.
 _Shape = tuple[KVPool | int | None, ...]
+# A part of a copy: its shape, its sides and its tokens.
+_Work = tuple[BoundCopy, Place, Place, tuple[int, int]]
 # Digests have page ids of their own, so that a damaged list of a copy does not hide itself. This is in their cache key.
 _FOR_DIGESTS = object()
 
@@ -220,28 +221,25 @@ class DeviceCopier:
             stream = self._scatters
         else:
             stream = self._gathers if isinstance(copy.target, Slab) else self._directs
-        parts = list(copy.parts())
-        places = [
-            (self._place(near, stream, to_write=False), self._place(far, stream, to_write=True))
-            for near, far, _ in parts
-        ]
         held: list[PageIds] = []
+        work: list[_Work] = []
+        is_ready = True
         try:
-            for place in itertools.chain.from_iterable(places):
-                if isinstance(place, PageIds):
-                    place.pool.hold()
-                    held.append(place)
-            bound = [self._bound(*part, stream) for part in parts]
-            if stream is not self._directs or all(each.ready() for each in bound):
+            for near, far, tokens in copy.parts() if copy.more else ((source, copy.target, copy.tokens),):
+                begin: Place = near if isinstance(near, Slab) else self._hold(near, stream, held, to_write=False)
+                goal: Place = far if isinstance(far, Slab) else self._hold(far, stream, held, to_write=True)
+                bound = self._bound(near, far, tokens, stream)
+                is_ready = (stream is not self._directs or bound.ready()) and is_ready
+                work.append((bound, begin, goal, tokens))
+            if is_ready:
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._event()
                 digests: CopyDigests | None = None
                 try:
                     found = None if copy.accepts is None else self._read_trailer(source)
                     if copy.digest_key:
-                        digests = self._digests(parts, copy.digest_key, stream)
-                    calls = _checked(bound, parts, places, copy.trailer)
-                    failure = _launched(calls, digests)
+                        digests = self._digests(copy.parts(), copy.digest_key, stream)
+                    failure = _launched(_checked(work, copy.trailer), digests)
                 except LongshoreError:
                     # Nothing was launched. The device may still write to `found`, so no copy uses that again.
                     self.take_back(event, None, digests)
@@ -303,8 +301,12 @@ class DeviceCopier:
         ]
         return [(Paged(view, self._table(pool, view.section)), (0, view.page_tokens)) for view in views]
 
-    def _place(self, side: View | Slab, stream: CopyStream, *, to_write: bool) -> Place:
-        return side if isinstance(side, Slab) else self._held_of(side, stream, to_write=to_write)
+    def _hold(self, view: View, stream: CopyStream, held: list[PageIds], *, to_write: bool) -> PageIds:
+        """Return the page ids of a view, whose pool is held and added to `held`."""
+        ids = self._held(view.own_pool, view.pages, view.first_page, stream, to_write=to_write)
+        ids.pool.hold()
+        held.append(ids)
+        return ids
 
     def _held_of(self, view: View, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
         return self._held(view.own_pool, view.pages, view.first_page, stream, *purpose, to_write=to_write)
@@ -325,13 +327,17 @@ class DeviceCopier:
 
     def _digests(
         self,
-        parts: Sequence[tuple[View | Slab, View | Slab | None, tuple[int, int]]],
+        parts: Iterable[tuple[View | Slab, View | Slab | None, tuple[int, int]]],
         key: bytes,
         stream: CopyStream,
     ) -> CopyDigests:
         """Return the digests of the sides that are pages, checked and compiled. Queues only their page ids."""
-        source = [self._digested(near, tokens, stream) for near, _, tokens in parts if isinstance(near, View)]
-        target = [self._digested(far, tokens, stream) for _, far, tokens in parts if isinstance(far, View)]
+        source: list[Digested] = []
+        target: list[Digested] = []
+        for near, far, tokens in parts:
+            for side, wanted in ((near, source), (far, target)):
+                if isinstance(side, View):
+                    wanted.append(self._digested(side, tokens, stream))
         return CopyDigests(self._digest_memories, stream, (source, target), key)
 
     def _digested(self, view: View, tokens: tuple[int, int], stream: CopyStream) -> Digested:
@@ -408,19 +414,15 @@ class DeviceCopier:
         self._bound_digests = {key: bound for key, bound in self._bound_digests.items() if key[0] not in closed}
 
 
-def _checked(
-    bound: Sequence[BoundCopy],
-    parts: Sequence[tuple[View | Slab, View | Slab, tuple[int, int]]],
-    places: Sequence[tuple[Place, Place]],
-    trailer: SealedTrailer | None,
-) -> list[Callable[[], None]]:
+def _checked(work: Sequence[_Work], trailer: SealedTrailer | None) -> list[Callable[[], None]]:
     """Check all parts of a copy; return the calls that queue them. The last one writes the trailer."""
     calls, before_bytes = [], 0
-    for index, (each, (_, far, tokens), (source, target)) in enumerate(zip(bound, parts, places, strict=True)):
-        is_last = index == len(parts) - 1
-        calls.append(each.checked(source, target, tokens, trailer if is_last else None, before_bytes))
-        if isinstance(far, Slab):
-            before_bytes += far.payload_bytes
+    for bound, begin, goal, tokens in work[:-1]:
+        calls.append(bound.checked(begin, goal, tokens))
+        if isinstance(goal, Slab):
+            before_bytes += goal.payload_bytes
+    bound, begin, goal, tokens = work[-1]
+    calls.append(bound.checked(begin, goal, tokens, trailer, before_bytes))
     return calls
 
 
@@ -429,6 +431,9 @@ def _launched(copies: list[Callable[[], None]], digests: CopyDigests | None) -> 
 
     Earlier launches use the pages until the stream has passed them, so the copy needs its ticket.
     """
+    if digests is None and len(copies) == 1:
+        copies[0]()
+        return None
     calls = copies
     if digests is not None:
         calls = digests.calls(copies)

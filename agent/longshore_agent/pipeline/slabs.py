@@ -68,6 +68,8 @@ class PageTable:
             other: the layout of the other side, if that is pages, too: parts of a slot end where its pages end.
         """
         if not route.slot:
+            if len(route.sections) == 1:
+                return (Part(self._view(pool, route, 0, route.layers), units),)
             return tuple(
                 Part(self._view(pool, route, section, route.layers), units) for section in _held_sections(route)
             )

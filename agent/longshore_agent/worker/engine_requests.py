@@ -302,9 +302,9 @@ class EngineRequests:
         for each in message.caches:
             pool = self._whole_pool(each.cache)
             pages = _page_ids(each.pages)
-            self._check_count(each, len(pages))
+            first_page = self._first_page(each, len(pages))
             pool.kv_pool.check_pages(pages)
-            tables[each.cache] = self._extended(tables.get(each.cache), message.room, each, pages)
+            tables[each.cache] = self._extended(tables.get(each.cache), message.room, first_page, pages)
             ranges.append((each.cache, each.first_token, each.end_token))
         if old is None and not (self.finishes_claimed and key in self.source.rooms):
             self._check_open()
@@ -325,8 +325,7 @@ class EngineRequests:
         pairs = room.pairs.values() if room is not None else ()
         return frozenset(pair.way for pair in pairs if pair.route is not None)
 
-    def _extended(self, old: PageTable | None, room: int, offered: CachePages, pages: np.ndarray) -> PageTable:
-        first_page, _ = self.caches[offered.cache].pages_of(offered.first_token, offered.end_token)
+    def _extended(self, old: PageTable | None, room: int, first_page: int, pages: np.ndarray) -> PageTable:
         if old is None:
             return PageTable(first_page, pages)
         kept = first_page - old.first_page
@@ -372,9 +371,8 @@ class EngineRequests:
                 )
             pool = self._pool(each.cache).kv_pool
             pages = _page_ids(each.pages)
-            self._check_count(each, len(pages))
+            first_page = self._first_page(each, len(pages))
             pool.check_pages(pages, unique=True)
-            first_page, _ = self.caches[each.cache].pages_of(each.first_token, each.end_token)
             tables[each.cache] = PageTable(first_page, pages)
             mappable, adjacent = mappable and pool.sealed, adjacent and pool.adjacent
         key = RoomKey(message.endpoint.instance, message.room)
@@ -502,7 +500,8 @@ class EngineRequests:
                 reason=Reason.BUSY,
             )
 
-    def _check_count(self, each: CachePages, count: int) -> None:
+    def _first_page(self, each: CachePages, count: int) -> int:
+        """Return the number of the first page of a list. Raises RoomError unless it has the pages of its tokens."""
         first_token, end_token = each.first_token, each.end_token
         if not 0 <= first_token <= end_token <= TOKENS_MAX:
             raise RoomError(
@@ -510,12 +509,13 @@ class EngineRequests:
                 reason=Reason.TOKENS_MISSING,
             )
         layout = self.caches[each.cache]
-        _, needed = layout.pages_of(first_token, end_token)
+        first_page, needed = layout.pages_of(first_token, end_token)
         if count != needed:
             raise RoomError(
                 f"tokens [{first_token}, {end_token}) lie in {needed} {layout.pages_text}, and {count} were given",
                 reason=Reason.PAGE_OUT_OF_RANGE,
             )
+        return first_page
 
 
 def _is_whole(part: CachePages) -> bool:
