@@ -250,10 +250,10 @@ def requests_of(shape: Shape) -> list[tuple[tuple[int, int], range, range]]:
 
 
 def _sides(
-    model: ModelShape, order: PageOrder, sizes: tuple[int, int], tps: tuple[int, int]
+    model: ModelShape, order: PageOrder, sizes: tuple[int, int], tps: tuple[int, int], stages: int = 1
 ) -> tuple[KVLayout, KVLayout]:
-    source, target = (KVLayout(model, Parallel(tp), size, order) for tp, size in zip(tps, sizes, strict=True))
-    return source, target
+    near, far = (Parallel(tps[0], pp=stages), Parallel(tps[1]))
+    return KVLayout(model, near, sizes[0], order), KVLayout(model, far, sizes[1], order)
 
 
 _UNEVEN = ModelShape(2, (Plane(4, 96), Plane(4, 32)), 2)
@@ -262,6 +262,11 @@ _STATE = ModelShape(3, (Plane(4, 32, 3), Plane(4, 32, 3), Plane(8, 32, 3), Plane
 # Caches with several sections on both sides, and the digests of their first pair of ranks.
 PARTS = {
     "K and V of unequal width": (_sides(_UNEVEN, PageOrder.NHD, (8, 4), (2, 1)), 2 * 2 * 2),
+    # The first stage has two of three layers.
+    "three equal planes of a stage": (
+        _sides(ModelShape(3, (Plane(4, 64),) * 3, 2), PageOrder.NHD, (8, 8), (1, 1), stages=2),
+        3 * 2 * 4,
+    ),
     "states of unequal ranks": (_sides(_STATE, PageOrder.SLOT, (2, 3), (2, 1)), 3 * (2 + 2 + 4 + 4)),
     "states of equal ranks": (_sides(_STATE, PageOrder.SLOT, (64, 1), (1, 1)), 3 * 24),
 }

@@ -83,12 +83,15 @@ def split_offer(room: int, caches: Sequence[CachePages], layouts: Sequence[KVLay
     if sum([each.page_count for each in caches]) <= PAGES_PER_MESSAGE_MAX:
         yield Offer(0, room, tuple(caches), last)
         return
-    # Slots have few pages, and come with `last`.
+    # Slots come with `last`. Those of all caches fit one message: each has at most SLOT_PARTS_MAX pages.
     slots = tuple(each for each in caches if layouts[each.cache].order is PageOrder.SLOT)
-    parts = [part for each in caches if each not in slots for part in _cut(each, layouts[each.cache])]
-    for index, part in enumerate(parts):
-        is_end = index == len(parts) - 1
-        yield Offer(0, room, (part, *slots) if is_end else (part,), last and is_end)
+    offers: list[tuple[CachePages, ...]] = [
+        (part,) for each in caches if each not in slots for part in _cut(each, layouts[each.cache])
+    ]
+    if slots:
+        offers.append(slots)
+    for index, offered in enumerate(offers):
+        yield Offer(0, room, offered, last and index == len(offers) - 1)
 
 
 def _cut(whole: CachePages, layout: KVLayout) -> Iterator[CachePages]:

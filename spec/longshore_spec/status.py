@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from longshore_wire.engine_messages import Endpoint, RankAddress
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, TargetMemory
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, Plane, TargetMemory
 
 # Of the oldest open rooms of a worker on the status page.
 OLDEST_ROOMS_MAX = 3
@@ -116,6 +116,9 @@ class LayoutStatus(msgspec.Struct, frozen=True):
     layers_given: bool
     stage_layers: tuple[int, ...] | None
     blob_bytes: int
+    planes: tuple[
+        Plane, ...
+    ] = ()  # (heads, bytes of a row, rows) of each; empty: K and V, or a latent, as the fields say
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayoutStatus:
@@ -142,12 +145,15 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             layers_given=layout.layer_range is not None,
             stage_layers=layout.stage_layers,
             blob_bytes=layout.blob_bytes,
+            planes=() if model == _usual(model) else model.planes,
         )
 
     def layout(self) -> KVLayout:
         """Return the layout: the inverse of `of`."""
         return KVLayout(
-            model=ModelShape.of(
+            model=ModelShape(self.layers, self.planes, self.element_bytes)
+            if self.planes
+            else ModelShape.of(
                 Attention[self.attention], self.layers, self.kv_heads, self.head_dim, self.element_bytes
             ),
             parallel=Parallel(self.tp, self.tp_rank, self.pp, self.pp_rank, self.dp, self.dp_rank),
@@ -157,6 +163,11 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             stage_layers=self.stage_layers,
             blob_bytes=self.blob_bytes,
         )
+
+
+def _usual(model: ModelShape) -> ModelShape:
+    """Return the model that the fields other than `planes` describe."""
+    return ModelShape.of(model.attention, model.layers, model.kv_heads, model.head_dim, model.element_bytes)
 
 
 class RankStatus(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 from cache_oracle import Memory, content, state_geometry
@@ -21,6 +22,7 @@ from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import PageTable, pieces_in_place
 from longshore_client.memory import pool_geometry
+from longshore_spec.status import LayoutStatus
 from longshore_wire.layout import KVLayout, LayoutError, ModelShape, PageOrder, Parallel, Plane, PoolGeometry
 from longshore_wire.plan import Pair, digests_bytes, plan
 from longshore_wire.slabs import SlabGrid, Trailer, unseal
@@ -77,6 +79,7 @@ KINDS = {
     "mamba2, two groups": Kind(mamba2(3, 2), page_sizes=(1, 64)),
     "K and V of unequal width": Kind(kv(3, 384, 256), (NHD, NHD), (16, 16), pool_geometry),
     "K and V of unequal width, other pages": Kind(kv(3, 384, 256), (NHD, HND), (16, 4), pool_geometry, 10),
+    "three equal planes": Kind(ModelShape(3, (Plane(4, 64),) * 3, 2), (NHD, HND), (16, 16), pool_geometry),
     "latents": Kind(ModelShape.latent(3, 576, 2), (NHD, NHD), (16, 64), pool_geometry),
     "index keys": Kind(ModelShape.latent(2, 16, 1), (OPAQUE, OPAQUE), (16, 16), pool_geometry),
     "block scales": Kind(kv(2, 8, 4), (NHD, NHD), (16, 16), pool_geometry),
@@ -174,6 +177,13 @@ def test_each_element_of_decodes_ranks_is_that_of_the_whole_state(
                     assert near == far
                     assert len(near) == digests_bytes(pair, source.layout, units)
             assert all(rank.memory.intact() for rank in targets), (move.__name__, sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_status_gives_a_layout_back(kind: str) -> None:
+    layout = KINDS[kind].layout(0, 4).at(1)
+    status = msgspec.json.decode(msgspec.json.encode(LayoutStatus.of(layout)), type=LayoutStatus)
+    assert status.layout() == layout
 
 
 def test_a_rank_that_sends_x_sends_b_and_c_too() -> None:

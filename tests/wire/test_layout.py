@@ -82,6 +82,10 @@ def test_a_token_of_a_70b_model_takes_the_bytes_that_its_card_says() -> None:
         (layout(ModelShape.kv(80, 0, 128, 2)), r"model\.planes\[0\]\.heads is 0"),
         (layout(ModelShape.kv(80, 8, 0, 2)), r"model\.planes\[0\]\.row_bytes is 0"),
         (layout(ModelShape.kv(80, 8, 128, 8)), r"model\.element_bytes is 8"),
+        (
+            layout(page_size=1, order=PageOrder.SLOT, model=ModelShape.kv(300, 8, 128, 2)),
+            r"page_size is 1 .* in 600 pieces",
+        ),
         (msgspec.structs.replace(layout(), layer_range=(10, 81)), r"layer_range is \(10, 81\)"),
         (msgspec.structs.replace(layout(), layer_range=(10, 10)), r"layer_range is \(10, 10\)"),
         (msgspec.structs.replace(layout(pp=2), stage_layers=(40, 20, 20)), r"stage_layers is \(40, 20, 20\): give 2 "),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +23,8 @@ HEAD_DIM_MAX = 65536
 # Planes of a layer: K and V, or the sections of a recurrent state.
 PLANES_MAX = 16
 ROWS_MAX = 65536
+# Each plane of each page of a slot is a copy of its own. Real states have up to 20.
+SLOT_PARTS_MAX = 512
 ROW_BYTES_MAX = 1 << 30
 PAGE_SIZE_MAX = 65536
 TP_MAX = 1024
@@ -130,7 +131,7 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Section(NamedTuple):
-    """Consecutive planes of a layer that are equal, so that one copy moves them.
+    """One or two equal planes of a layer, such as K and V, that one copy moves. Kernels of GPUs address no more.
 
     Attributes:
         first: index of the first of them.
@@ -329,6 +330,8 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         _check_parallel(self.parallel, self.model)
         _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
         _check_layers(self)
+        if self.order is PageOrder.SLOT:
+            _check_slot(self)
         if self.order is PageOrder.OPAQUE:
             _between("blob_bytes", self.blob_bytes, 0, BLOB_BYTES_MAX)
         elif self.blob_bytes:
@@ -362,11 +365,12 @@ def _check_caches(layout: KVLayout) -> None:
 
 @lru_cache(_LAYOUTS_KEPT_MAX)
 def _sections(planes: tuple[Plane, ...], *, joined: bool) -> tuple[Section, ...]:
-    groups = [list(group) for _, group in groupby(planes)] if joined else [[plane] for plane in planes]
-    found, first = [], 0
-    for group in groups:
-        found.append(Section(first, len(group), group[0].heads, group[0].row_bytes, group[0].rows))
-        first += len(group)
+    found: list[Section] = []
+    for number, plane in enumerate(planes):
+        if joined and found and found[-1].kinds == 1 and planes[number - 1] == plane:
+            found[-1] = found[-1]._replace(kinds=2)
+        else:
+            found.append(Section(number, 1, plane.heads, plane.row_bytes, plane.rows))
     return tuple(found)
 
 
@@ -387,6 +391,15 @@ def _check_model(model: ModelShape, order: PageOrder) -> None:
             )
         if order is PageOrder.OPAQUE and plane.heads != model.kv_heads:
             raise LayoutError(f"{name}.heads is {plane.heads} and order is OPAQUE: a blob has heads {model.kv_heads}")
+
+
+def _check_slot(layout: KVLayout) -> None:
+    parts = -(-layout.model.layers // layout.page_size) * len(layout.model.planes)
+    if parts > SLOT_PARTS_MAX:
+        raise LayoutError(
+            f"page_size is {layout.page_size} and order is SLOT: {layout.model.layers} layers of {len(layout.model.planes)} planes "
+            f"lie in {parts} pieces, at most {SLOT_PARTS_MAX} are allowed: let a page id cover more layers"
+        )
 
 
 def _check_layers(layout: KVLayout) -> None:

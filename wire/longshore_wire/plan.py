@@ -189,10 +189,11 @@ class Plan(msgspec.Struct, frozen=True):
         assert min(chunk_tokens, slab_bytes) > 0, (chunk_tokens, slab_bytes)
         writes = slices = 0
         for pair in self.pairs:
-            runs = self.runs.count(pair, chunk_tokens)
+            first, end = pair.units_of(0, chunk_tokens)
+            runs = self.runs.count(pair, end - first)
             slices += runs
             if pair.way is Way.STAGED:
-                writes += -(-chunk_tokens * pair.token_bytes // slab_bytes)
+                writes += -(-(end - first) * pair.token_bytes // slab_bytes)
             else:
                 writes += 1 if pair.way is Way.DIRECT else runs
         ways = {pair.way for pair in self.pairs}

@@ -193,10 +193,11 @@ class DeviceCopier:
                 BoundCopy(Slab(self._ring, 0, payload_bytes), paged, tokens, self._scatters).prepare()
             if direct:
                 BoundCopy(paged, paged, tokens, self._directs).prepare()
-        # One kernel computes digests for all TP sizes. Most rooms have none, so nobody waits for it here. Rows that are too
-        # long for digests fail only a room that asks for them.
-        with contextlib.suppress(ShapeError):
-            BoundDigest(*peers[0], self._gathers).prepare()
+        # One kernel computes a section's digests for all TP sizes. Most rooms have none, so nobody waits for it here. Rows
+        # that are too long for digests fail only a room that asks for them.
+        for paged, tokens in {paged.view.section: (paged, tokens) for paged, tokens in reversed(peers)}.values():
+            with contextlib.suppress(ShapeError):
+                BoundDigest(paged, tokens, self._gathers).prepare()
 
     def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.

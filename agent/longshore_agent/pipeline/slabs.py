@@ -43,8 +43,8 @@ from longshore_wire.ways import Way
 Addresses = npt.NDArray[np.uint64]
 Interval = tuple[int, int]
 
-# Each layout of peers has others.
-_VIEWS_MAX = 256
+# Each layout of peers has others. More than the pieces of a slot.
+_VIEWS_MAX = 4096
 _NO_PAGES = np.empty(0, dtype=np.int32)
 
 
@@ -60,6 +60,8 @@ class PageTable:
     first_page: int
     pages: Pages
     _views: dict[tuple[KVPool, int, Interval, Interval], View] = field(default_factory=dict)
+    # A slot's pages one by one: a GPU has a list once for each object.
+    _slots: dict[int, Pages] = field(default_factory=dict)
 
     def parts(self, pool: KVPool, route: Pair, units: Interval, other: KVLayout | None = None) -> Parts:
         """Return the parts of a copy of the units that one slab of a pair of ranks moves. Slabs share views.
@@ -91,9 +93,10 @@ class PageTable:
         key = (pool, section, layers, route.sections[section])
         found = self._views.get(key)
         if found is None:
-            pages = slot_page(self.pages, pool.layout, layers)
-            if len(self._views) >= _VIEWS_MAX:
-                self._views.clear()
+            number = slot_number(pool.layout, layers)
+            pages = self.pages
+            if len(pages) > 1:
+                pages = self._slots.setdefault(number, pages[number : number + 1])
             found = self._views[key] = _view_of_no_pages(pool, route, section, layers).of(pages, 0)
         return found
 
@@ -128,10 +131,9 @@ def slot_runs(units: Interval, *layouts: KVLayout | None) -> Iterator[Interval]:
     return pairwise(sorted(edges))
 
 
-def slot_page(pages: Pages, layout: KVLayout, layers: Interval) -> Pages:
-    """Return the page of a slot that holds these layers, as a list."""
-    number = (layers[0] - layout.layers.start) // layout.page_size
-    return pages if len(pages) == 1 else pages[number : number + 1]
+def slot_number(layout: KVLayout, layers: Interval) -> int:
+    """Return the number of a slot's page that holds these layers."""
+    return (layers[0] - layout.layers.start) // layout.page_size
 
 
 class Stage(Enum):
@@ -206,9 +208,10 @@ class OutboundSlab:
                 Part(view(section, route.layers, pages, first_page), effect.tokens) for section in _held_sections(route)
             )
         return tuple(
-            Part(view(section, run, slot_page(pages, layout, run), 0), (0, layout.sections[section].rows))
+            Part(view(section, run, pages[number : number + 1], 0), (0, layout.sections[section].rows))
             for section in _held_sections(route)
             for run in slot_runs(effect.tokens, layout, self.pool.layout)
+            for number in [slot_number(layout, run)]
         )
 
     def _slot_of_target(self) -> KVLayout | None:
@@ -271,7 +274,7 @@ def _digest_place(effect: StartWrite | StartScatter, layout: KVLayout, index: in
     """Name the layer, plane and head of digest number `index`."""
     route = effect.route
     first_layer, end_layer = effect.tokens if route.slot else route.layers
-    names = {1: ("",), 2: ("K, ", "V, ")}.get(layout.plane_count // len(layout.layers))
+    names = {1: ("",), 2: ("K, ", "V, ")}.get(layout.plane_count // len(layout.layers)) if not route.slot else None
     place = ""
     for section, (first_head, end_head) in zip(layout.sections, route.sections, strict=True):
         for plane in range(section.first, section.first + section.kinds):

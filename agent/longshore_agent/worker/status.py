@@ -51,6 +51,7 @@ from longshore_wire.granting import Granter
 from longshore_wire.links import Link, PeerState
 from longshore_wire.names import UNKNOWN_WIRE, room_name
 from longshore_wire.peer_messages import RoomKey
+from longshore_wire.plan import Pair
 from longshore_wire.room import Ended, SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Session
 from longshore_wire.states import SourcePairState, TargetPairState
@@ -318,10 +319,15 @@ def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_source_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open"
     moving = [pair for pair in room.pairs.values() if pair.states]
-    wanted = max((pair.grid.end_token - pair.grid.first_token for pair in moving), default=0)
+    wanted = max((end - first for first, end in (pair.tokens for pair in moving)), default=0)
     # Caches may have prefixes of different lengths: what is left of the slowest counts.
     left = max(
-        (pair.grid.end_token - pair.grid.first_token - pair.acked_count * pair.grid.slab_tokens for pair in moving),
+        (
+            _left(
+                pair.tokens[1] - pair.tokens[0], pair.acked_count * pair.grid.slab_tokens, pair.route, is_done=pair.done
+            )
+            for pair in moving
+        ),
         default=0,
     )
     done = wanted - max(left, 0)
@@ -340,12 +346,25 @@ def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
     )
 
 
+def _left(wanted: int, done: int, route: Pair | None, *, is_done: bool) -> int:
+    """Return how many tokens of a pair are left. A slot has the state after all tokens once it is there, and none before."""
+    if route is not None and route.slot:
+        return 0 if is_done else wanted
+    return wanted - done
+
+
 def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open" if room.unfinished else "done"
     wanted = max(each.end_token - each.first_token for each in room.caches)
     moving = [(pair, room.caches[pair.pair.cache]) for pair in room.pairs.values() if pair.route is not None]
-    left = max((each.end_token - each.first_token - pair.done_tokens for pair, each in moving), default=wanted)
+    left = max(
+        (
+            _left(each.end_token - each.first_token, pair.done_tokens, pair.route, is_done=pair.done)
+            for pair, each in moving
+        ),
+        default=wanted,
+    )
     return _status(
         half,
         room.key,
