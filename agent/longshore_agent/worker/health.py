@@ -36,7 +36,12 @@ class WorkerHealth:
 
     @property
     def due_ns(self) -> int | None:
-        """When `illness` must be asked again if nothing else happens; None: never."""
+        """When `illness` must be asked again if nothing else happens; None: never, 0: now."""
+        mover = self._mover
+        if mover.unsettled or (self._held_since_ns is None and self._quarantined):
+            return 0
+        if len(self._overtaken) < sum([slab.cancelled for slab in mover.resources.runner.writing()]):
+            return 0
         dues = [since_ns + self._settings.write_timeout_ns for _, since_ns in self._overtaken]
         if self._held_since_ns is not None:
             dues.append(self._held_since_ns + self._settings.peer_timeout_ns)
@@ -113,11 +118,19 @@ class WorkerHealth:
             f"{self._settings.write_timeout_s:g} s ago, and cannot be reached"
         )
 
+    @property
+    def _quarantined(self) -> bool:
+        """Whether more of the ring is in quarantine than may stay there."""
+        if self._target is None:
+            return False
+        ring = self._target.granter.ring
+        return 100 * ring.held_bytes > self._settings.quarantine_percent * ring.capacity_bytes
+
     def _quarantine(self, now_ns: int) -> str:
-        ring = self._target.granter.ring if self._target is not None else None
-        if ring is None or 100 * ring.held_bytes <= self._settings.quarantine_percent * ring.capacity_bytes:
+        if self._target is None or not self._quarantined:
             self._held_since_ns = None
             return ""
+        ring = self._target.granter.ring
         # A live source confirms when its writes have ended. Only memory that stays in quarantine is lost.
         if self._held_since_ns is None:
             self._held_since_ns = now_ns

@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 _IDLE_POLL_MS = 5000
 # A thread that does not sleep looks for the next due time only this long after it may have changed.
 _DUE_LOOK_NS = 500_000
-# A turn that handles anything looks at the cores' timers if no turn has for this long.
+# A turn that handles anything looks at the cores' timers and at the worker's health if no turn has for this long.
 _TICK_NS = 1_000_000
 
 
@@ -193,9 +193,10 @@ class Worker:
         self._apply_effects(now_ns)
         if self._probes.waits or self.mover.drain_due_ns is not None:
             self._take_answers(now_ns)
-        if self._stop_ns is None:
+        is_due = now_ns >= self._due_ns or now_ns - self._ticked_ns >= _TICK_NS
+        if self._stop_ns is None and (is_due or self._retire_ns is not None or self.mover.unsettled):
             self._check_health(now_ns)
-        if now_ns >= self._due_ns or now_ns - self._ticked_ns >= _TICK_NS:
+        if is_due:
             self._ticked_ns = now_ns
             for session in self.sessions.values():
                 session.tick(now_ns)
