@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 # Host memory is larger, and its pages may hold one token.
 PAGES_MAX = {TargetMemory.DEVICE: 512, TargetMemory.HOST: 2048}
 REDIAL_NS = 100 * MS
+# Tokens of a cache whose pages are small: more than all rooms of a run have, since a room without pages is never offered.
+TOKENS_MIN = 4096
 # Tokens that a windowed cache keeps.
 WINDOW = 6
 # An engine aborts a request if its agent is busy for this long.
@@ -116,10 +118,11 @@ class Client:
         layout = config.layout
         self.layout, self.instance, self.lease_ns = layout, config.instance, config.lease_ns
         self.key = PeerId(config.instance, layout.parallel.dp_rank, layout.rank, config.memory)
-        self.geometries = [_geometry(cache, PAGES_MAX[config.memory]) for cache in layout.caches]
+        counts = [max(PAGES_MAX[config.memory], TOKENS_MIN // cache.page_size) for cache in layout.caches]
+        self.geometries = [_geometry(*each) for each in zip(layout.caches, counts, strict=True)]
         self.pools = [
-            (SlotPool if each.order is PageOrder.SLOT else Pool)(each, PAGES_MAX[config.memory], cache)
-            for cache, each in enumerate(layout.caches)
+            (SlotPool if each.order is PageOrder.SLOT else Pool)(each, count, cache)
+            for cache, (each, count) in enumerate(zip(layout.caches, counts, strict=True))
         ]
         hello = Hello(
             ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine, memory=config.memory
