@@ -115,7 +115,8 @@ class Pages:
         places = self.places[first - self.base : end - self.base]
         if len(places) != end - first:
             raise ViolationError(f"{doing} tokens [{first}, {end}) beyond the pages of the room")
-        if (self.pool.owners[places // self.pool.layout.page_size] != self.serial).any():
+        numbers = places // self.pool.layout.page_size
+        if (numbers >= len(self.pool.owners)).any() or (self.pool.owners[numbers] != self.serial).any():
             raise ViolationError(f"{doing} pages that are not this room's any more")
         return places
 
