@@ -14,24 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_client.memory import create_region
+from longshore_lab.test_engine.pages import held_heads, held_layers
 from longshore_wire.layout import KVLayout, PageOrder, Plane, PlaneGeometry, PoolGeometry
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xDE
-
-
-def own_layers(layout: KVLayout) -> list[int]:
-    """Return the layers that a rank must hold."""
-    count, place = layout.model.layers, layout.parallel
-    counts = layout.stage_layers or [count // place.pp + (stage < count % place.pp) for stage in range(place.pp)]
-    first = sum(counts[: place.pp_rank])
-    return list(range(first, first + counts[place.pp_rank]))
-
-
-def own_heads(layout: KVLayout, heads: int) -> list[int]:
-    """Return the heads that a rank must hold of a plane with so many."""
-    tp, rank = layout.parallel.tp, layout.parallel.tp_rank
-    return [head for head in range(heads) if head * tp // heads == rank] if tp <= heads else [rank * heads // tp]
 
 
 def planes_of(layout: KVLayout) -> list[Plane]:
@@ -92,13 +79,13 @@ class Memory:
         Args:
             pages: those from the page of `first_token` on; of a slot those of its layers.
         """
-        layout, layers = self.layout, own_layers(self.layout)
+        layout, layers = self.layout, held_layers(self.layout)
         slot, first_page = layout.order is PageOrder.SLOT, first_token // layout.page_size
         units = range(first_token, end_token)
         if layout.order is PageOrder.OPAQUE:
             units = range(first_page, -(-end_token // layout.page_size))
         for index, plane in enumerate(planes_of(layout)):
-            heads, rows = own_heads(layout, plane.heads), page_rows(layout, plane)
+            heads, rows = held_heads(layout, plane.heads), page_rows(layout, plane)
             for local, layer in enumerate(layers):
                 place = self.geometry.planes[index * len(layers) + local]
                 view = self._view(where[place.region], place, rows, len(heads), plane.row_bytes)
@@ -122,7 +109,7 @@ def state_geometry(layout: KVLayout, slot_count: int) -> PoolGeometry:
     So conv states lie as [rows, q|k|v], or as [q|k|v, rows] if their planes have one row. As many tensors as a page has
     layers; layers with the same number in their page share a tensor, and have slots of their own.
     """
-    sizes = [len(own_heads(layout, plane.heads)) * plane.row_bytes for plane in layout.model.planes]
+    sizes = [len(held_heads(layout, plane.heads)) * plane.row_bytes for plane in layout.model.planes]
     offsets, strides, end = [], [], 0
     numbers = range(len(sizes))
     for rows, group in groupby(numbers, key=lambda index: layout.model.planes[index].rows):
@@ -132,7 +119,7 @@ def state_geometry(layout: KVLayout, slot_count: int) -> PoolGeometry:
         strides += [stride] * len(members)
         end += rows * stride
     slot_bytes = -(-end // 64) * 64
-    layer_count = len(own_layers(layout))
+    layer_count = len(held_layers(layout))
     tensor_count = min(layout.page_size, layer_count)
     planes = tuple(
         PlaneGeometry(

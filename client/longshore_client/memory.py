@@ -201,9 +201,9 @@ def pool_geometry(
         raise ArgumentError(f"order is {order!r}: give a PageOrder, or None for the layout's own")
     order = layout.order if order is None else order
     planes, end = [], offset
-    for section in msgspec.structs.replace(layout, order=order).sections:
-        heads, row_bytes = len(layout.heads_of(section.heads)), section.row_bytes
-        rows = {PageOrder.OPAQUE: 1, PageOrder.SLOT: section.rows}.get(order, layout.page_size)
+    ordered = msgspec.structs.replace(layout, order=order)
+    for section in ordered.sections:
+        heads, rows, row_bytes = len(layout.heads_of(section.heads)), ordered.page_rows(section), section.row_bytes
         token_stride, head_stride = heads * row_bytes, row_bytes
         if order is PageOrder.HND:
             token_stride, head_stride = row_bytes, rows * row_bytes

@@ -11,14 +11,15 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_agent.kernels.copier import Part, remote_view
+from longshore_agent.kernels.copier import Part, Parts, remote_view
+from longshore_agent.memory.pools import pool_sections
 from longshore_agent.pipeline.slabs import pieces_in_place
 from longshore_client.memory import pool_geometry
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
 
 
 class Side(NamedTuple):
-    """The arguments of `remote_view`."""
+    """Pages of another process."""
 
     layout: KVLayout
     geometry: PoolGeometry
@@ -27,6 +28,10 @@ class Side(NamedTuple):
     first_page: int
     layers: range
     heads: range
+
+    def parts(self, tokens: tuple[int, int]) -> Parts:
+        sections = pool_sections(self.layout, self.geometry, self.region_addresses)
+        return (Part(remote_view(sections[0], len(self.layout.layers), *self[3:]), tokens),)
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 16])
@@ -105,7 +110,7 @@ def test_pieces_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_no
     source = with_share(source, data.draw(starts), count, heads)
     target = with_share(target, data.draw(starts), count, heads)
 
-    near, far, lengths = pieces_in_place((Part(remote_view(*source), tokens),), (Part(remote_view(*target), tokens),))
+    near, far, lengths = pieces_in_place(source.parts(tokens), target.parts(tokens))
 
     copied: dict[int, int] = {}
     for start, goal, length in zip(near.tolist(), far.tolist(), lengths.tolist(), strict=True):
@@ -135,9 +140,7 @@ def test_whole_pages_in_the_same_order_are_one_piece_a_plane_and_page_and_neighb
         return Side(layout, geometry, (address,), np.array(pages, np.int32), 0, range(3), range(2))
 
     def found(near: list[int], far: list[int]) -> tuple[npt.NDArray[np.uint64], ...]:
-        return pieces_in_place(
-            (Part(remote_view(*whole(near, 0)), (0, 48)),), (Part(remote_view(*whole(far, 1 << 30)), (0, 48)),)
-        )
+        return pieces_in_place(whole(near, 0).parts((0, 48)), whole(far, 1 << 30).parts((0, 48)))
 
     apart = found([1, 5, 3], [7, 0, 4])
     assert [len(part) for part in apart] == [6 * 3] * 3
@@ -164,7 +167,7 @@ def test_planes_may_lie_in_regions_of_their_own():
     bases = (1 << 20, 3 << 20, 2 << 20, 9 << 20)
     source = Side(layout, split, bases, pages, 0, range(2), range(1))
     target = Side(layout, one, (1 << 40,), pages, 0, range(2), range(1))
-    near, far, lengths = pieces_in_place((Part(remote_view(*source), (1, 4)),), (Part(remote_view(*target), (1, 4)),))
+    near, far, lengths = pieces_in_place(source.parts((1, 4)), target.parts((1, 4)))
     found = {
         start + byte: goal + byte for start, goal, n in zip(near, far, lengths, strict=True) for byte in range(int(n))
     }

@@ -33,19 +33,6 @@ def digests(words: Words, first_token: int) -> bytes:
     return 2 * np.ascontiguousarray((mixed ^ mixed >> np.uint64(29)).sum(axis=1)).tobytes()
 
 
-def slot_digests(words: Words, route: Pair, layout: KVLayout, units: tuple[int, int]) -> bytes:
-    """Return the digests of a slot's words, as `SlotPages.read` returns them."""
-    found, at = [], 0
-    for section, (first, end) in zip(layout.sections, route.sections, strict=True):
-        shape = (units[1] - units[0], section.rows, end - first)
-        size = shape[0] * shape[1] * shape[2]
-        if size:
-            # Of one plane.
-            found.append(digests(words.reshape(-1)[at : at + size].reshape(shape), 0)[: 8 * shape[0] * shape[2]])
-        at += size
-    return b"".join(found)
-
-
 def damaged(words: Words, damage: int) -> Words:
     """Return other words: with a changed bit, tokens or heads at each other's places, or those of nobody."""
     kind, place = damage % 4, damage // 4 % words.size
@@ -220,7 +207,15 @@ class SlotPages(Pages):
 
     def digests(self, route: Pair, units: tuple[int, int], words: Words) -> bytes:
         """Return the digests of words that `read` returned."""
-        return slot_digests(words, route, self.pool.layout, units)
+        found, at = [], 0
+        for section, (first, end) in zip(self.pool.layout.sections, route.sections, strict=True):
+            shape = (units[1] - units[0], section.rows, end - first)
+            size = shape[0] * shape[1] * shape[2]
+            if size:
+                # Of one plane.
+                found.append(digests(words.reshape(-1)[at : at + size].reshape(shape), 0)[: 8 * shape[0] * shape[2]])
+            at += size
+        return b"".join(found)
 
     def fill(self, room: int, _first: int, _end: int) -> None:
         """Write the state as if the engine had computed it."""

@@ -17,6 +17,7 @@ from longshore_wire.layout import (
     ModelShape,
     PageOrder,
     Parallel,
+    Plane,
     PlaneGeometry,
     PoolGeometry,
 )
@@ -133,6 +134,11 @@ def test_a_dense_pool_of_every_order_fits_its_region_to_the_byte(order: PageOrde
     short = msgspec.structs.replace(pool, region_bytes=(pool.region_bytes[0] - 1,))
     with pytest.raises(LayoutError, match=rf"planes\[{one.plane_count - 1}\] ends at byte"):
         short.check(one)
+
+
+def test_a_blob_holds_a_page_of_all_planes() -> None:
+    uneven = ModelShape(2, (Plane(4, 96), Plane(4, 32)), 2)
+    assert layout(uneven, page_size=16, order=PageOrder.OPAQUE).opaque_bytes == 16 * (96 + 32)
 
 
 def test_k_and_v_may_be_interleaved_in_one_page() -> None:

@@ -91,12 +91,12 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def kv(cls, layers: int, kv_heads: int, head_dim: int, element_bytes: int) -> ModelShape:
         """Return the shape of K and V of MHA, GQA or MQA. `head_dim` is in elements."""
-        return cls(layers, (Plane(kv_heads, head_dim * element_bytes),) * 2, element_bytes)
+        return cls.of(Attention.HEADS, layers, kv_heads, head_dim, element_bytes)
 
     @classmethod
     def latent(cls, layers: int, width: int, element_bytes: int) -> ModelShape:
         """Return the shape of latents of MLA. `width` is in elements, with the rotary part."""
-        return cls(layers, (Plane(1, width * element_bytes),), element_bytes)
+        return cls.of(Attention.LATENT, layers, 1, width, element_bytes)
 
     @classmethod
     def of(cls, attention: Attention, layers: int, kv_heads: int, head_dim: int, element_bytes: int) -> ModelShape:
@@ -144,6 +144,11 @@ class Section(NamedTuple):
     heads: int
     row_bytes: int
     rows: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one unit in all of these planes."""
+        return self.kinds * self.rows * self.row_bytes
 
 
 class Parallel(msgspec.Struct, frozen=True, array_like=True):
@@ -252,7 +257,13 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def opaque_bytes(self) -> int:
         """Bytes of one blob: one page of one head in one layer, with PageOrder.OPAQUE."""
-        return self.blob_bytes or self.page_size * self.model.kinds * self.model.head_bytes
+        return self.blob_bytes or self.page_size * sum(plane.row_bytes for plane in self.model.planes)
+
+    def page_rows(self, section: Section) -> int:
+        """Return the rows of one head in a page."""
+        if self.order is PageOrder.SLOT:
+            return section.rows
+        return 1 if self.order is PageOrder.OPAQUE else self.page_size
 
     def pages_of(self, first_token: int, end_token: int) -> tuple[int, int]:
         """Return the number of the first page that holds tokens [first, end), and how many pages do.
@@ -286,10 +297,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     def rank_unit_bytes(self) -> int:
         """Bytes of one unit in all layers and heads of this rank; of a slot, of its heads in one layer."""
         layers = 1 if self.order is PageOrder.SLOT else len(self.layers)
-        return layers * sum(
-            section.kinds * len(self.heads_of(section.heads)) * section.rows * section.row_bytes
-            for section in self.sections
-        )
+        return layers * sum(len(self.heads_of(section.heads)) * section.head_bytes for section in self.sections)
 
     @property
     def rank(self) -> int:
@@ -526,6 +534,4 @@ def _dimensions(
     yield "head_stride", plane.head_stride, len(layout.heads_of(section.heads))
     if plane.element_stride:
         yield "element_stride", plane.element_stride, section.row_bytes // layout.model.element_bytes
-    if layout.order is not PageOrder.OPAQUE:
-        rows = section.rows if layout.order is PageOrder.SLOT else layout.page_size
-        yield "token_stride", plane.token_stride, rows
+    yield "token_stride", plane.token_stride, layout.page_rows(section)

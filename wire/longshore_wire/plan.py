@@ -538,10 +538,7 @@ def _overlaps(
                     layers=_ends(layers),
                     sections=tuple(_ends(found[each]) if each in found else _NONE for each in range(len(by_heads))),
                     unit_bytes=(1 if slot else len(layers))
-                    * sum(
-                        section.kinds * len(found.get(each, ())) * section.rows * section.row_bytes
-                        for each, section in enumerate(first.sections)
-                    ),
+                    * sum(len(heads) * first.sections[each].head_bytes for each, heads in found.items()),
                     way=way,
                     unit_tokens=first.unit_tokens,
                     slot=slot,

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.digest import Digests
 from longshore_agent.memory.host_memory import StagingRange
-from longshore_agent.memory.pools import KVPool, PlaneGroup, PoolSection, pool_sections
-from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_agent.memory.pools import KVPool, PlaneGroup, PoolSection
 from longshore_wire.slabs import SealedTrailer
 
 Bytes = npt.NDArray[np.uint8]
@@ -267,23 +266,19 @@ def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads:
     Raises:
         ShapeError: the pool lacks some of the layers or heads, or `pages` is not [n] int32; names the argument.
     """
-    view = _pages_view(pool.sections[section], pool.layer_count, pages, first_page, layers, heads)
-    return msgspec.structs.replace(view, pool=pool, section=section)
+    return _pages_view(pool.sections[section], pool.layer_count, pages, first_page, layers, heads, pool, section)
 
 
 def remote_view(
-    layout: KVLayout,
-    geometry: PoolGeometry,
-    region_addresses: Sequence[int],
-    pages: Pages,
-    first_page: int,
-    layers: range,
-    heads: range,
-    section: int = 0,
+    section: PoolSection, layer_count: int, pages: Pages, first_page: int, layers: range, heads: range
 ) -> View:
-    """Return the view of pages at addresses of another process. See `pool_view`; page ids are not checked."""
-    sections = pool_sections(layout, geometry, region_addresses)
-    return _pages_view(sections[section], len(layout.layers), pages, first_page, layers, heads)
+    """Return the view of a section's pages at addresses of another process. See `pool_view`; page ids are not checked.
+
+    Args:
+        section: of `pool_sections`, with those addresses.
+        layer_count: of the rank that has the pages.
+    """
+    return _pages_view(section, layer_count, pages, first_page, layers, heads)
 
 
 def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
@@ -465,7 +460,14 @@ def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
 
 
 def _pages_view(
-    section: PoolSection, layer_count: int, pages: Pages, first_page: int, layers: range, heads: range
+    section: PoolSection,
+    layer_count: int,
+    pages: Pages,
+    first_page: int,
+    layers: range,
+    heads: range,
+    pool: KVPool | None = None,
+    number: int = 0,
 ) -> View:
     if pages.dtype != np.int32 or pages.ndim != 1:
         raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension")
@@ -484,6 +486,8 @@ def _pages_view(
         heads=heads,
         planes=tuple(groups if len(layers) == layer_count else _planes(groups, layer_count, section.kinds, layers)),
         plane_count=section.kinds * len(layers),
+        pool=pool,
+        section=number,
     )
 
 

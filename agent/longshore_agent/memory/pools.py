@@ -301,14 +301,13 @@ def pool_sections(layout: KVLayout, geometry: PoolGeometry, region_addresses: Se
     for section in layout.sections:
         planes = geometry.planes[first : first + section.kinds * layer_count]
         first += len(planes)
-        page_rows = {PageOrder.OPAQUE: 1, PageOrder.SLOT: section.rows}.get(layout.order, layout.page_size)
         found.append(
             PoolSection(
                 kinds=section.kinds,
                 heads=len(layout.heads_of(section.heads)),
                 row_bytes=section.row_bytes,
                 element_bytes=section.row_bytes if opaque else layout.model.element_bytes,
-                page_rows=page_rows,
+                page_rows=layout.page_rows(section),
                 row_tokens=layout.page_size if opaque else 1,
                 planes=planes,
                 groups=_groups(planes, region_addresses),

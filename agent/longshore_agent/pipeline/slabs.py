@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -29,7 +30,7 @@ from longshore_agent.kernels.copier import (
 )
 from longshore_agent.kernels.digest import first_difference
 from longshore_agent.memory.host_memory import StagingRange
-from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.pools import KVPool, pool_sections
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
@@ -64,41 +65,50 @@ class PageTable:
     _slots: dict[int, Pages] = field(default_factory=dict)
 
     def parts(self, pool: KVPool, route: Pair, units: Interval, other: KVLayout | None = None) -> Parts:
-        """Return the parts of a copy of the units that one slab of a pair of ranks moves. Slabs share views.
+        """Return the parts of a copy of the units that one slab of a pair of ranks moves; see `_parts`. Slabs share views."""
+        return _parts(pool.layout, route, units, other, partial(self._view, pool, route))
 
-        Args:
-            other: the layout of the other side, if that is pages, too: parts of a slot end where its pages end.
-        """
-        if not route.slot:
-            if len(route.sections) == 1:
-                return (Part(self._view(pool, route, 0, route.layers), units),)
-            return tuple(
-                Part(self._view(pool, route, section, route.layers), units) for section in _held_sections(route)
-            )
-        return tuple(
-            Part(self._slot_view(pool, route, section, run), (0, pool.sections[section].page_rows))
-            for section in _held_sections(route)
-            for run in slot_runs(units, pool.layout, other)
-        )
+    def holding(self, layout: KVLayout, route: Pair, layers: Interval) -> tuple[Pages, int]:
+        """Return the pages of these layers, and the number of the first one: of a slot, the one that holds them."""
+        if not route.slot or len(self.pages) == 1:
+            return self.pages, self.first_page
+        number = (layers[0] - layout.layers.start) // layout.page_size
+        return self._slots.setdefault(number, self.pages[number : number + 1]), 0
 
     def _view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
-        heads = route.sections[section]
-        key = (pool, section, layers, heads)
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = _view_of_no_pages(pool, route, section, layers).of(self.pages, self.first_page)
-        return found
-
-    def _slot_view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
         key = (pool, section, layers, route.sections[section])
         found = self._views.get(key)
         if found is None:
-            number = slot_number(pool.layout, layers)
-            pages = self.pages
-            if len(pages) > 1:
-                pages = self._slots.setdefault(number, pages[number : number + 1])
-            found = self._views[key] = _view_of_no_pages(pool, route, section, layers).of(pages, 0)
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            view = _view_of_no_pages(pool, route, section, layers)
+            found = self._views[key] = view.of(*self.holding(pool.layout, route, layers))
         return found
+
+
+def _parts(
+    layout: KVLayout,
+    route: Pair,
+    units: Interval,
+    other: KVLayout | None,
+    view: Callable[[int, Interval], View],
+) -> Parts:
+    """Return one part for each section of which a pair moves heads; of a slot, for each of its pages that is touched.
+
+    Args:
+        layout: of the cache on this side.
+        other: the layout of the other side, if that is pages, too: parts of a slot end where its pages end.
+        view: returns that of a section and of global layers.
+    """
+    if not route.slot:
+        if len(route.sections) == 1:
+            return (Part(view(0, route.layers), units),)
+        return tuple(Part(view(section, route.layers), units) for section in _held_sections(route))
+    return tuple(
+        Part(view(section, run), (0, layout.sections[section].rows))
+        for section in _held_sections(route)
+        for run in slot_runs(units, layout, other)
+    )
 
 
 def _held_sections(route: Pair) -> Iterator[int]:
@@ -114,11 +124,14 @@ def _view_of_no_pages(pool: KVPool, route: Pair, section: int, layers: Interval)
     if view is None:
         if len(pool.views) >= _VIEWS_MAX:
             pool.views.clear()
-        first = pool.layout.layers.start
-        local = range(layers[0] - first, layers[1] - first)
-        heads = route.local_heads(pool.layout, section)
-        view = pool.views[key] = pool_view(pool, _NO_PAGES, 0, local, heads, section)
+        chosen = _local(layers, pool.layout), route.local_heads(pool.layout, section)
+        view = pool.views[key] = pool_view(pool, _NO_PAGES, 0, *chosen, section)
     return view
+
+
+def _local(layers: Interval, layout: KVLayout) -> range:
+    """Return global layers as indexes into those of `layout`."""
+    return range(layers[0] - layout.layers.start, layers[1] - layout.layers.start)
 
 
 def slot_runs(units: Interval, *layouts: KVLayout | None) -> Iterator[Interval]:
@@ -129,11 +142,6 @@ def slot_runs(units: Interval, *layouts: KVLayout | None) -> Iterator[Interval]:
             first, size = layout.layers.start, layout.page_size
             edges.update(range(first + (units[0] - first) // size * size + size, units[1], size))
     return pairwise(sorted(edges))
-
-
-def slot_number(layout: KVLayout, layers: Interval) -> int:
-    """Return the number of a slot's page that holds these layers."""
-    return (layers[0] - layout.layers.start) // layout.page_size
 
 
 class Stage(Enum):
@@ -188,31 +196,15 @@ class OutboundSlab:
         effect, route = self.effect, self.effect.route
         layout, pool = self.attach.layout.caches[effect.pair.cache], self.attach.pool(effect.pair.cache)
         assert pool is not None
-        pages, first_page = page_ids(effect.target_pages), effect.first_claimed_token // layout.page_size
+        first_page, _ = layout.pages_of(effect.first_claimed_token, effect.first_claimed_token + 1)
+        table = PageTable(first_page, page_ids(effect.target_pages))
+        sections = pool_sections(layout, pool.geometry, pool.region_addresses)
 
-        def view(section: int, layers: Interval, pages: Pages, first_page: int) -> View:
-            first = layout.layers.start
-            return remote_view(
-                layout,
-                pool.geometry,
-                pool.region_addresses,
-                pages,
-                first_page,
-                range(layers[0] - first, layers[1] - first),
-                route.local_heads(layout, section),
-                section,
-            )
+        def view(section: int, layers: Interval) -> View:
+            chosen = _local(layers, layout), route.local_heads(layout, section)
+            return remote_view(sections[section], len(layout.layers), *table.holding(layout, route, layers), *chosen)
 
-        if not route.slot:
-            return tuple(
-                Part(view(section, route.layers, pages, first_page), effect.tokens) for section in _held_sections(route)
-            )
-        return tuple(
-            Part(view(section, run, pages[number : number + 1], 0), (0, layout.sections[section].rows))
-            for section in _held_sections(route)
-            for run in slot_runs(effect.tokens, layout, self.pool.layout)
-            for number in [slot_number(layout, run)]
-        )
+        return _parts(layout, route, effect.tokens, self.pool.layout, view)
 
     def _slot_of_target(self) -> KVLayout | None:
         """Return the layout of the target's slot, if that is written without a slab."""

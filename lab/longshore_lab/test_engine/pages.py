@@ -30,20 +30,24 @@ _POISON = 0xDE
 
 
 def held(layout: KVLayout) -> tuple[list[int], list[int]]:
-    """Return the global layers and heads that a rank must hold, by the definition of its parallel sizes.
+    """Return the global layers and heads that a rank must hold, by the definition of its parallel sizes."""
+    return held_layers(layout), held_heads(layout, layout.model.kv_heads)
 
-    Layers: as given; else split evenly over the stages, the first ones take the remainder. Heads: split into equal shares.
-    With more ranks than heads, several adjacent ranks hold copies of a head.
-    """
-    model, place = layout.model, layout.parallel
-    counts = layout.stage_layers or [
-        model.layers // place.pp + (stage < model.layers % place.pp) for stage in range(place.pp)
-    ]
+
+def held_layers(layout: KVLayout) -> list[int]:
+    """Return a rank's layers: as given; else split evenly over the stages, of which the first take the remainder."""
+    count, place = layout.model.layers, layout.parallel
+    counts = layout.stage_layers or [count // place.pp + (stage < count % place.pp) for stage in range(place.pp)]
     first = sum(counts[: place.pp_rank])
-    heads = [place.tp_rank * model.kv_heads // place.tp]
-    if place.tp <= model.kv_heads:
-        heads = [head for head in range(model.kv_heads) if head * place.tp // model.kv_heads == place.tp_rank]
-    return list(range(first, first + counts[place.pp_rank])), heads
+    return list(range(first, first + counts[place.pp_rank]))
+
+
+def held_heads(layout: KVLayout, heads: int) -> list[int]:
+    """Return a rank's heads of so many, split into equal shares. With more ranks, several adjacent ones hold a head."""
+    tp, rank = layout.parallel.tp, layout.parallel.tp_rank
+    if tp <= heads:
+        return [head for head in range(heads) if head * tp // heads == rank]
+    return [rank * heads // tp]
 
 
 def unit_tokens(layout: KVLayout) -> int:
