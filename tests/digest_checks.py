@@ -14,12 +14,12 @@ import played_device
 import torch
 from cache_oracle import POISON, Memory, content, state_geometry
 from copy_checks import CPU, Request, on_device, paged, poisoned, same, settle, table_of
-from page_shapes import Shape, contents, opened, page_ids, trailer_for
+from page_shapes import Shape, contents, one_part, opened, page_ids, trailer_for
 from played_device import make_copier, play, staged, wait_compiled
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_digest, device_kernel, reference
-from longshore_agent.kernels.copier import Copy, Part, Slab, View, copy_of, pool_view
+from longshore_agent.kernels.copier import Copy, Part, Slab, View, pool_view
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.kernels.device_copier import DeviceCopier
 from longshore_agent.kernels.device_digest import BoundDigest
@@ -144,9 +144,9 @@ def check_copies(near: Shape, far: Shape, tokens: tuple[int, int], device_name: 
         payload = views[0].payload_bytes(tokens)
         place, trailer = Place(device_name, source, target, payload), trailer_for(payload)
         wanted = reference.digests(views[0], tokens, KEY).tobytes()
-        gather = Copy(views[0], place.slab, tokens, trailer, digest_key=KEY)
-        scatter = Copy(place.slab, views[1], tokens, accepts=trailer.data.__eq__, digest_key=KEY)
-        direct = Copy(views[0], views[1], tokens, digest_key=KEY)
+        gather = one_part(views[0], place.slab, tokens, trailer, digest_key=KEY)
+        scatter = one_part(place.slab, views[1], tokens, accepts=trailer.data.__eq__, digest_key=KEY)
+        direct = one_part(views[0], views[1], tokens, digest_key=KEY)
         reference.copy(*views, tokens)
         # Twice, so that the second copies use the memory of the first ones.
         for _ in range(2):
@@ -188,10 +188,10 @@ def check_parts(layouts: tuple[KVLayout, KVLayout], device_name: str) -> int:
         table.parts(pool, route, units, other.layout)
         for table, pool, other in zip(tables, pools, reversed(pools), strict=True)
     )
-    host = CpuCopier().submit(copy_of(near, far, digest_key=KEY)).digests
+    host = CpuCopier().submit(Copy(near, far, digest_key=KEY)).digests
     moved = contents(pools[1])
-    gather = copy_of(near, place.slab, trailer, digest_key=KEY)
-    scatter = copy_of(place.slab, far, accepts=trailer.data.__eq__, digest_key=KEY)
+    gather = Copy(near, place.slab, trailer, digest_key=KEY)
+    scatter = Copy(place.slab, far, accepts=trailer.data.__eq__, digest_key=KEY)
     for _ in range(2):
         assert place.ended(gather) == Digests(host.source)
         assert place.ended(scatter) == Digests(b"", host.source)
@@ -199,7 +199,7 @@ def check_parts(layouts: tuple[KVLayout, KVLayout], device_name: str) -> int:
         for region in place.regions[1]:
             region.fill_(POISON)
         settle(place.device)
-        assert place.ended(copy_of(near, far, digest_key=KEY)) == Digests(host.source, host.source)
+        assert place.ended(Copy(near, far, digest_key=KEY)) == Digests(host.source, host.source)
         assert same(place.regions[1], moved)
         assert place.ended(gather._replace(digest_key=b"")) == Digests()
         assert np.array_equal(place.digest(*near), np.frombuffer(host.source, "<u8"))
@@ -268,7 +268,7 @@ def damaged_list(shape: Shape, tokens: tuple[int, int]) -> tuple[int, int]:
     with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
         views = views_of((source, target), (shape, shape), tokens)
         place = Place("cpu", source, target, views[0].payload_bytes(tokens))
-        copy = Copy(*views, tokens, digest_key=KEY)
+        copy = one_part(*views, tokens, digest_key=KEY)
         found = place.ended(copy)
         assert found.source == found.target
         for region in place.regions[1]:
@@ -324,7 +324,7 @@ class Recorded:
         self.tokens = (0, PLAYED.page_size)
         self.views = views_of((source, target), (PLAYED, PLAYED), self.tokens)
         if kind == "direct":
-            self.copy = Copy(*self.views, self.tokens)
+            self.copy = one_part(*self.views, self.tokens)
         else:
             self.copy = staged(kind, self.views[kind == "scatter"], memory, self.tokens)
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from page_shapes import Shape, opened, page_ids
+from page_shapes import Shape, one_part, opened, page_ids
 from played_device import (
     CPU,
     PlayedBytes,
@@ -28,7 +28,7 @@ from played_device import (
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_launch
-from longshore_agent.kernels.copier import Copy, Slab, pool_view
+from longshore_agent.kernels.copier import Slab, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory import pools as pools_module
 from longshore_agent.memory.host_memory import StagingBuffer
@@ -205,7 +205,7 @@ def trailers(kind: str) -> list[object]:
         slab = Slab(memory, 0, payload_bytes)
         for accepts in (PlayedBytes.found.__eq__, b"another".__eq__, None):
             try:
-                copy = copier.submit(Copy(slab, view, tokens, accepts=accepts))
+                copy = copier.submit(one_part(slab, view, tokens, accepts=accepts))
                 assert pool.busy
                 assert copy.passed()
                 heard.append(copy.end())
@@ -233,7 +233,7 @@ def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
         leaving = 0 if near_closes else 1
         assert pools[leaving].close()
         try:
-            copier.submit(Copy(sides[0], sides[1], tokens))
+            copier.submit(one_part(sides[0], sides[1], tokens))
         except LongshoreError as error:
             text = f"{type(error).__name__} {error}"
         busy, count = any(pool.busy for pool in pools), len(launches)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
+from longshore_agent.kernels.copier import Copy, Pages, Part, Slab, View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import slabs
 from longshore_wire.layout import (
@@ -176,6 +176,12 @@ def opened(shape: Shape, seed: int | None) -> Iterator[KVPool]:
 
 def contents(pool: KVPool) -> list[Bytes]:
     return [pool.region(index).copy() for index in range(len(pool.geometry.region_bytes))]
+
+
+def one_part(source: View | Slab, target: View | Slab, tokens: tuple[int, int], *rest: Any, **more: Any) -> Copy:
+    """A copy of one section."""
+    near, far = (side if isinstance(side, Slab) else (Part(side, tokens),) for side in (source, target))
+    return Copy(near, far, *rest, **more)
 
 
 def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool) -> npt.NDArray[np.int32]:

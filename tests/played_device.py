@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from page_shapes import trailer_for
+from page_shapes import one_part, trailer_for
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
@@ -153,13 +153,13 @@ def staged(kind: str, view: View, memory: StagingBuffer, tokens: tuple[int, int]
     """Return a gather with its trailer, or a scatter that checks its trailer."""
     slab = Slab(memory, offset_bytes, view.payload_bytes(tokens))
     if kind == "gather":
-        return Copy(view, slab, tokens, trailer_for(slab.payload_bytes))
-    return Copy(slab, view, tokens, accepts=lambda found: found == PlayedBytes.found)
+        return one_part(view, slab, tokens, trailer_for(slab.payload_bytes))
+    return one_part(slab, view, tokens, accepts=lambda found: found == PlayedBytes.found)
 
 
 def copied(copier: Any, sides: list[View], tokens: tuple[int, int]) -> Any:
     """Queue a direct copy, after its kernel was compiled."""
-    while (copy := copier.submit(Copy(sides[0], sides[1], tokens))) is None:
+    while (copy := copier.submit(one_part(sides[0], sides[1], tokens))) is None:
         wait_compiled()
     return copy
 

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
-from page_shapes import Shape, opened, page_ids
+from page_shapes import Shape, one_part, opened, page_ids
 from played_device import DEVICE, copied, make_copier, on_device, play, staged, wait_compiled
 
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel
-from longshore_agent.kernels.copier import Copy, pool_view
+from longshore_agent.kernels.copier import pool_view
 from longshore_agent.memory import cuda
 from longshore_wire.errors import LongshoreError
 
@@ -157,14 +157,14 @@ def compiled_beside(*, fails: bool) -> dict[str, object]:
         ]
         copier.prepare_pool(pools[0], direct=True)
         kernel.warmup = compile_slowly  # type: ignore[method-assign]
-        found: dict[str, object] = {"first": [copier.submit(Copy(sides[0], sides[2], tokens)) for _ in range(3)]}
+        found: dict[str, object] = {"first": [copier.submit(one_part(sides[0], sides[2], tokens)) for _ in range(3)]}
         found["held"] = any(pool.busy for pool in pools)
-        copier.submit(Copy(sides[0], sides[1], tokens)).end()
+        copier.submit(one_part(sides[0], sides[1], tokens)).end()
         found["meanwhile"] = len(launches)
         go_on.set()
         wait_compiled()
         try:
-            copier.submit(Copy(sides[0], sides[2], tokens)).end()
+            copier.submit(one_part(sides[0], sides[2], tokens)).end()
         except LongshoreError as error:
             found["error"] = f"{type(error).__name__} {error}"
             found["held after it"] = any(pool.busy for pool in pools)

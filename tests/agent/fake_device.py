@@ -140,7 +140,7 @@ class FakeDevice:
 
     def submit(self, copy: Copy) -> FakeCopy | None:
         """Queue a copy. A direct one holds both pools until its end, as a device's copier does."""
-        source, target = copy.source, copy.target
+        ((source, target, _),) = copy.parts()
         if isinstance(source, PlayedOutbound) and isinstance(target, PlayedOutbound):
             return self._direct(source)
         if self.pool_gone:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cache_oracle import Memory, content, state_geometry
 
-from longshore_agent.kernels.copier import Parts, Slab, copy_of
+from longshore_agent.kernels.copier import Copy, Parts, Slab
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
@@ -112,10 +112,10 @@ def staged(source: Rank, target: Rank, route: Pair, units: tuple[int, int]) -> t
     trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes)
     with closing(StagingBuffer(payload_bytes + 256)) as buffer:
         slab = Slab(buffer, 64, payload_bytes)
-        gathered = COPIER.submit(copy_of(source.parts(route, units), slab, trailer.seal(KEY), digest_key=KEY))
+        gathered = COPIER.submit(Copy(source.parts(route, units), slab, trailer.seal(KEY), digest_key=KEY))
         assert gathered.end()
         scattered = COPIER.submit(
-            copy_of(slab, target.parts(route, units), accepts=lambda data: unseal(data, KEY) == trailer, digest_key=KEY)
+            Copy(slab, target.parts(route, units), accepts=lambda data: unseal(data, KEY) == trailer, digest_key=KEY)
         )
         assert scattered.end()
         return gathered.digests.source, scattered.digests.target
@@ -124,7 +124,7 @@ def staged(source: Rank, target: Rank, route: Pair, units: tuple[int, int]) -> t
 def direct(source: Rank, target: Rank, route: Pair, units: tuple[int, int]) -> tuple[bytes, bytes]:
     """Copy units from pages to pages; return the digests of both sides."""
     near, far = source.parts(route, units, target.layout), target.parts(route, units, source.layout)
-    copied = COPIER.submit(copy_of(near, far, digest_key=KEY))
+    copied = COPIER.submit(Copy(near, far, digest_key=KEY))
     assert copied.end()
     return copied.digests.source, copied.digests.target
 

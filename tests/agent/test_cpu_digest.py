@@ -17,6 +17,7 @@ from page_shapes import (
     Shape,
     chosen_of,
     few,
+    one_part,
     opened,
     page_ids,
     payload_bytes,
@@ -27,7 +28,7 @@ from page_shapes import (
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels import cpu_copy, reference
-from longshore_agent.kernels.copier import Copy, Part, PlaneRows, Slab, View, pool_view, slab_view
+from longshore_agent.kernels.copier import Part, PlaneRows, Slab, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import CpuCopier, copy_rows, digest_rows
 from longshore_agent.kernels.digest import READ_BACK_EVERY, Digests, Words, first_difference
 from longshore_agent.memory.host_memory import StagingBuffer
@@ -149,20 +150,20 @@ def test_a_copy_gives_the_digests_of_its_pages_and_the_bytes_that_it_copies_with
         buffer = StagingBuffer(slab_bytes(payload))
         expected = digest_rows(near, tokens, KEY)
 
-        gather = copier.submit(Copy(near, Slab(buffer, 0, payload), tokens, trailer_for(payload), digest_key=KEY))
+        gather = copier.submit(one_part(near, Slab(buffer, 0, payload), tokens, trailer_for(payload), digest_key=KEY))
         assert gather.digests == Digests(expected, b"")
         plain = np.zeros(slab_bytes(payload), np.uint8)
         copy_rows(near, slab_view(plain, near, tokens), tokens, trailer_for(payload))
         assert np.array_equal(buffer.view(0, slab_bytes(payload)), plain)
 
         pages = whole(other, far.pages.tolist())
-        scatter = copier.submit(Copy(Slab(buffer, 0, payload), pages, tokens, digest_key=KEY))
+        scatter = copier.submit(one_part(Slab(buffer, 0, payload), pages, tokens, digest_key=KEY))
         assert scatter.end()
         assert scatter.digests == Digests(b"", expected)
 
-        direct = copier.submit(Copy(near, pages, tokens, digest_key=KEY))
+        direct = copier.submit(one_part(near, pages, tokens, digest_key=KEY))
         assert direct.digests == Digests(expected, expected)
-        assert copier.submit(Copy(near, pages, tokens)).digests == Digests()
+        assert copier.submit(one_part(near, pages, tokens)).digests == Digests()
         assert copier.digest((Part(pages, tokens),), KEY).digests == Digests(expected)
 
 
@@ -185,10 +186,10 @@ def test_a_plane_that_is_always_written_elsewhere_is_found_within_as_many_copies
         buffer = StagingBuffer(slab_bytes(views[0].payload_bytes((0, 12))))
         slab = Slab(buffer, 0, views[0].payload_bytes((0, 12)))
         copier = CpuCopier()
-        copier.submit(Copy(views[0], slab, (0, 12)))
+        copier.submit(one_part(views[0], slab, (0, 12)))
         wanted = digest_rows(views[0], (0, 12), KEY)
         monkeypatch.setattr(cpu_copy, "copy_addresses", copy_addresses)
-        copy = Copy(views[0] if direct else slab, views[1], (0, 12), digest_key=KEY)
+        copy = one_part(views[0] if direct else slab, views[1], (0, 12), digest_key=KEY)
         found = [copier.submit(copy).digests.target for _ in range(READ_BACK_EVERY)]
         assert [first_difference(wanted, each) for each in found].count(5 * shape.heads) == 1
 

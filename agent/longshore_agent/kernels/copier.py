@@ -11,8 +11,9 @@ until its ticket has passed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -57,69 +58,43 @@ Parts = tuple[Part, ...]
 
 
 class Copy(NamedTuple):
-    """Tokens [first, end) of a sequence, from one side to the other. At most one side is packed.
+    """Some pages of one or both sides, part by part. At most one side is packed; if none is, both have the same parts.
 
     Attributes:
         source, target: of one model, with equally many layers and heads.
-        tokens: (first, end); see `cpu_copy.copy_rows`.
         trailer: to be written behind a packed target, after its payload.
         accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
         digest_key: of the digests of each side that is pages; see `digest` for what is read. Empty: compute none.
-        more: the same of further parts. `source` or `target` that is a slab stands for all parts.
     """
 
-    source: View | Slab
-    target: View | Slab
-    tokens: tuple[int, int]
+    source: Parts | Slab
+    target: Parts | Slab
     trailer: SealedTrailer | None = None
     accepts: Callable[[bytes], bool] | None = None
     digest_key: bytes = b""
-    more: tuple[tuple[View | None, View | None, tuple[int, int]], ...] = ()
 
-    def parts(self) -> Iterator[tuple[View | Slab, View | Slab, tuple[int, int]]]:
-        """Yield source, target and tokens of each part. Each has its own piece of a slab."""
-        if not self.more:
-            yield self.source, self.target, self.tokens
-            return
-        sides, done_bytes = (self.source, self.target), 0
-        views = [None if isinstance(side, Slab) else side for side in sides]
-        for source, target, tokens in ((views[0], views[1], self.tokens), *self.more):
-            view = source or target
-            assert view is not None, "one side is packed at most"
-            length_bytes = view.payload_bytes(tokens)
-            yield (
-                source or _piece(self.source, done_bytes, length_bytes),
-                target or _piece(self.target, done_bytes, length_bytes),
-                tokens,
-            )
-            done_bytes += length_bytes
+    def parts(self) -> list[tuple[View | Slab, View | Slab, tuple[int, int]]]:
+        """Return source, target and tokens of each part. Each has its own piece of a slab."""
+        source, target = self.source, self.target
+        if isinstance(source, Slab):
+            assert not isinstance(target, Slab), "one side is packed at most"
+            return [
+                (piece, view, tokens) for piece, (view, tokens) in zip(_pieces(source, target), target, strict=True)
+            ]
+        if isinstance(target, Slab):
+            return [
+                (view, piece, tokens) for piece, (view, tokens) in zip(_pieces(target, source), source, strict=True)
+            ]
+        return [(near.view, far.view, near.tokens) for near, far in zip(source, target, strict=True)]
 
 
-def copy_of(
-    source: Parts | Slab,
-    target: Parts | Slab,
-    trailer: SealedTrailer | None = None,
-    accepts: Callable[[bytes], bool] | None = None,
-    digest_key: bytes = b"",
-) -> Copy:
-    """Return the copy of all parts. If both sides have parts, they are cut alike."""
-    rest: tuple[tuple[View | None, View | None, tuple[int, int]], ...]
-    if isinstance(source, Slab):
-        assert not isinstance(target, Slab), "one side is packed at most"
-        (view, tokens), more = target[0], target[1:]
-        rest = tuple([(None, part.view, part.tokens) for part in more]) if more else ()
-        return Copy(source, view, tokens, trailer, accepts, digest_key, rest)
-    (view, tokens), more = source[0], source[1:]
-    if isinstance(target, Slab):
-        rest = tuple([(part.view, None, part.tokens) for part in more]) if more else ()
-        return Copy(view, target, tokens, trailer, accepts, digest_key, rest)
-    rest = tuple((near.view, far.view, near.tokens) for near, far in zip(more, target[1:], strict=True))
-    return Copy(view, target[0].view, tokens, trailer, accepts, digest_key, rest)
-
-
-def _piece(side: View | Slab, begin_bytes: int, length_bytes: int) -> Slab:
-    assert isinstance(side, Slab)
-    return Slab(side.memory, side.offset_bytes + begin_bytes, length_bytes)
+def _pieces(slab: Slab, parts: Parts) -> Iterable[Slab]:
+    """Return the piece of a slab that each part has."""
+    if len(parts) == 1:
+        return (slab,)
+    lengths = [view.payload_bytes(tokens) for view, tokens in parts]
+    begins = accumulate(lengths, initial=slab.offset_bytes)
+    return [Slab(slab.memory, *each) for each in zip(begins, lengths, strict=False)]
 
 
 class Ticket(Protocol):

@@ -226,7 +226,8 @@ class DeviceCopier:
         work: list[_Work] = []
         is_ready = True
         try:
-            for near, far, tokens in copy.parts() if copy.more else ((source, copy.target, copy.tokens),):
+            parts = copy.parts()
+            for near, far, tokens in parts:
                 begin: Place = near if isinstance(near, Slab) else self._hold(near, stream, held, to_write=False)
                 goal: Place = far if isinstance(far, Slab) else self._hold(far, stream, held, to_write=True)
                 bound = self._bound(near, far, tokens, stream)
@@ -239,7 +240,7 @@ class DeviceCopier:
                 try:
                     found = None if copy.accepts is None else self._read_trailer(source)
                     if copy.digest_key:
-                        digests = self._digests(copy.parts(), copy.digest_key, stream)
+                        digests = self._digests(parts, copy.digest_key, stream)
                     failure = _launched(_checked(work, copy.trailer), digests)
                 except LongshoreError:
                     # Nothing was launched. The device may still write to `found`, so no copy uses that again.
@@ -351,7 +352,7 @@ class DeviceCopier:
             bound = self._bound_digests[key] = BoundDigest(self._paged(view), tokens, stream)
         return Digested(bound, ids, tokens)
 
-    def _read_trailer(self, slab: View | Slab) -> cuda.HostBytes:
+    def _read_trailer(self, slab: Parts | Slab) -> cuda.HostBytes:
         """Queue a copy of the 64 bytes behind a landed slab to the host; return the host memory."""
         assert isinstance(slab, Slab), "only a slab has a trailer"
         begin = slab.offset_bytes + aligned(slab.payload_bytes)

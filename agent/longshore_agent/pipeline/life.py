@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
-from longshore_agent.kernels.copier import Copier, Slab, copy_of
+from longshore_agent.kernels.copier import Copier, Copy, Slab
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.pipeline.slabs import (
     InboundEnd,
@@ -150,7 +150,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     start_ns = time.monotonic_ns()
     try:
         staged = Slab(memory.buffer, region.offset_bytes, effect.payload_bytes)
-        copy = copy_of(slab.source(), staged, slab.sealed_trailer(), digest_key=effect.digest_key)
+        copy = Copy(slab.source(), staged, slab.sealed_trailer(), digest_key=effect.digest_key)
         ticket = tools.copier.submit(copy)
     except LongshoreError:
         memory.free(region)
@@ -196,7 +196,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     """Copy pages into the target's pages, which are mapped into this process."""
     effect = slab.effect
-    copy = copy_of(slab.source(), slab.neighbour_target(), digest_key=effect.digest_key)
+    copy = Copy(slab.source(), slab.neighbour_target(), digest_key=effect.digest_key)
     while True:
         yield tools.copies.turn(slab)
         if slab.cancelled:
@@ -330,7 +330,7 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
             if staged:
                 assert tools.ring is not None
                 landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
-                copy = copy_of(landed, slab.target(), accepts=accepts, digest_key=effect.digest_key)
+                copy = Copy(landed, slab.target(), accepts=accepts, digest_key=effect.digest_key)
                 ticket = tools.copier.submit(copy)
             else:
                 ticket = tools.copier.digest(slab.target(), effect.digest_key)
