@@ -11,7 +11,7 @@ until its ticket has passed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -78,20 +78,20 @@ class Copy(NamedTuple):
         source, target = self.source, self.target
         if isinstance(source, Slab):
             assert not isinstance(target, Slab), "one side is packed at most"
-            return [
-                (piece, view, tokens) for piece, (view, tokens) in zip(_pieces(source, target), target, strict=True)
-            ]
+            if len(target) == 1:
+                return [(source, target[0].view, target[0].tokens)]
+            return [(piece, *part) for piece, part in zip(_pieces(source, target), target, strict=True)]
         if isinstance(target, Slab):
+            if len(source) == 1:
+                return [(source[0].view, target, source[0].tokens)]
             return [
                 (view, piece, tokens) for piece, (view, tokens) in zip(_pieces(target, source), source, strict=True)
             ]
         return [(near.view, far.view, near.tokens) for near, far in zip(source, target, strict=True)]
 
 
-def _pieces(slab: Slab, parts: Parts) -> Iterable[Slab]:
+def _pieces(slab: Slab, parts: Parts) -> list[Slab]:
     """Return the piece of a slab that each part has."""
-    if len(parts) == 1:
-        return (slab,)
     lengths = [view.payload_bytes(tokens) for view, tokens in parts]
     begins = accumulate(lengths, initial=slab.offset_bytes)
     return [Slab(slab.memory, *each) for each in zip(begins, lengths, strict=False)]

@@ -66,6 +66,8 @@ class PageTable:
 
     def parts(self, pool: KVPool, route: Pair, units: Interval, other: KVLayout | None = None) -> Parts:
         """Return the parts of a copy of the units that one slab of a pair of ranks moves; see `_parts`. Slabs share views."""
+        if len(route.sections) == 1 and not route.slot:
+            return (Part(self._view(pool, route, 0, route.layers), units),)
         return _parts(pool.layout, route, units, other, partial(self._view, pool, route))
 
     def holding(self, layout: KVLayout, route: Pair, layers: Interval) -> tuple[Pages, int]:
@@ -101,8 +103,6 @@ def _parts(
         view: returns that of a section and of global layers.
     """
     if not route.slot:
-        if len(route.sections) == 1:
-            return (Part(view(0, route.layers), units),)
         return tuple(Part(view(section, route.layers), units) for section in _held_sections(route))
     return tuple(
         Part(view(section, run), (0, layout.sections[section].rows))
