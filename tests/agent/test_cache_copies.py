@@ -85,7 +85,8 @@ KINDS = {
     "block scales": Kind(kv(2, 8, 4), (NHD, NHD), (16, 16), pool_geometry),
 }
 # Unequal sizes; by each target rank, each head comes from one source rank.
-SIZES = [((tp, 1), (other, 1)) for tp, other in [(1, 1), (4, 1), (1, 4), (4, 2), (2, 4), (8, 2), (16, 1), (2, 16)]]
+TPS = [(1, 1), (4, 1), (1, 4), (4, 2), (2, 4), (8, 2), (16, 1), (2, 16), (8, 8), (8, 1), (1, 8), (3, 2)]
+SIZES = [((tp, 1), (other, 1)) for tp, other in TPS]
 STAGES = [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((1, 2), (4, 1))]
 
 
