@@ -238,8 +238,11 @@ class Stages:
         in_place = (self.source, place.whole) if self.side == PREFILL else (place.small, self.target)
         self._both(IN_PLACE, *in_place)
         self._both(WRITING)
+        # The pages say that a write comes, and only the mark that it is held: the gate must not turn between the two.
+        wait_for(lambda: gate.held_count("hold") == 2, what="both writes to be held")
         gate.turn("mute")
         self._both(ARRIVED)
+        wait_for(lambda: gate.held_count("mute") == 1, what="a write to be muted")
         gate.turn("hold")
         while {WAITING, GRANTED} - {room.stage for room in self.rooms}:
             assert len(self.rooms) < _ROOMS_MAX, [room.stage for room in self.rooms]
