@@ -19,23 +19,28 @@ import msgspec
 from longshore_spec import names
 from longshore_spec.quantity import Quantity
 from longshore_spec.strict_document import Mapping, parse, plain, read_struct
+from longshore_wire.claims import writer_count
 from longshore_wire.errors import ConfigError, LayoutError
 from longshore_wire.layout import (
+    CACHES_MAX,
     DP_MAX,
     HEAD_DIM_MAX,
     HEADS_MAX,
     LAYERS_MAX,
     PAGE_SIZE_MAX,
+    PLANES_MAX,
     PP_MAX,
+    ROW_BYTES_MAX,
+    ROWS_MAX,
     TP_MAX,
     KVLayout,
     ModelShape,
     PageOrder,
     Parallel,
 )
-from longshore_wire.layout import Attention as Entries
+from longshore_wire.layout import Plane as WirePlane
 from longshore_wire.names import RUN_DIRECTORY, SOCKET_FILE, Wire
-from longshore_wire.plan import Plan, Summary, plan
+from longshore_wire.plan import Plan, Summary, plans
 from longshore_wire.slabs import slab_limit_bytes
 from longshore_wire.ways import Staging, Way
 
@@ -130,20 +135,94 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         return f"{self.namespace}/{self.name}"
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The shape of the cache, equal on both sides. With MLA, kvHeads is 1 and headDim is the length of the latent."""
+Layers = Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
+Heads = Annotated[int, msgspec.Meta(ge=1, le=HEADS_MAX)]
 
-    attention: Attention
-    layers: Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
-    kv_heads: Annotated[int, msgspec.Meta(ge=1, le=HEADS_MAX)]
-    head_dim: Annotated[int, msgspec.Meta(ge=1, le=HEAD_DIM_MAX)]
+
+class Unit(Enum):
+    """What a cache has one entry of, in each layer: see `Cache`."""
+
+    TOKEN = "Token"  # noqa: S105 - no password
+    PAGE = "Page"
+    SLOT = "Slot"
+
+
+class Plane(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """What each layer of a cache has of one kind: K, V, a latent, or a section of a recurrent state.
+
+    Attributes:
+        heads: of the whole model. Tensor parallel ranks split them, or hold replicas if there are fewer.
+        width: elements of one row of a head.
+        rows: of a head, of a state; otherwise 1.
+    """
+
+    heads: Heads
+    width: Annotated[int, msgspec.Meta(ge=1, le=ROW_BYTES_MAX)]
+    rows: Annotated[int, msgspec.Meta(ge=1, le=ROWS_MAX)] = 1
+
+
+class Cache(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """One kind of memory of a request, equal on both sides.
+
+    Attributes:
+        name: as the engines register it.
+        unit: TOKEN: pages of tokens. PAGE: pages that nobody can take apart. SLOT: one recurrent state a sequence.
+        planes: of each layer; of a page or a token the width is that of one token.
+        window: the last tokens of which engines keep the cache; 0: of all tokens. Only sizes depend on it.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
+    layers: Layers
+    unit: Unit = Unit.TOKEN
     dtype: Dtype
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=PLANES_MAX)]
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
+
+    def kept(self, tokens: int) -> int:
+        """Return how many of a sequence's tokens this cache keeps."""
+        return min(tokens, self.window) if self.window else tokens
 
     @property
     def shape(self) -> ModelShape:
         """Return it as the type of the planner and the messages."""
-        entries = Entries.LATENT if self.attention is Attention.MLA else Entries.HEADS
-        return ModelShape.of(entries, self.layers, self.kv_heads, self.head_dim, self.dtype.element_bytes)
+        size = self.dtype.element_bytes
+        planes = (WirePlane(plane.heads, plane.width * size, plane.rows) for plane in self.planes)
+        return ModelShape(self.layers, tuple(planes), size)
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The shapes of all caches of a request, equal on both sides: `caches`, or the other fields for K and V, or a latent, alone.
+
+    With MLA, kvHeads is 1 and headDim is the length of the latent.
+    """
+
+    attention: Attention | None = None
+    layers: Layers | None = None
+    kv_heads: Heads | None = None
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=HEAD_DIM_MAX)] | None = None
+    dtype: Dtype | None = None
+    caches: Annotated[tuple[Cache, ...], msgspec.Meta(min_length=1, max_length=CACHES_MAX)] | None = None
+
+    @property
+    def all_caches(self) -> tuple[Cache, ...]:
+        """The caches, also of the short form. The first one is that of its fields."""
+        if self.caches:
+            return self.caches
+        assert self.layers is not None, "`faults_of` tests the keys"
+        assert self.kv_heads is not None
+        assert self.head_dim is not None
+        assert self.dtype is not None
+        planes = (Plane(heads=self.kv_heads, width=self.head_dim),) * (1 if self.attention is Attention.MLA else 2)
+        return (Cache(name="kv", layers=self.layers, dtype=self.dtype, planes=planes),)
+
+    @classmethod
+    def faults_of(cls, keys: Collection[str]) -> list[str]:
+        """Return what is wrong with these keys together, each beginning with a key. `read_struct` asks for it."""
+        short = [field.encode_name for field in msgspec.structs.fields(cls) if field.name != "caches"]
+        given = [key for key in short if key in keys]
+        if "caches" in keys:
+            return [f"caches: given beside {', '.join(given)}: caches alone describe all memory"] if given else []
+        return [f"{key}: missing" + ("" if given else "; or give caches") for key in short if key not in keys]
 
 
 class PrefillStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -170,9 +249,20 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     page_order: Order = Order.NHD
 
     def layout(self, model: Model) -> KVLayout:
-        """Return the layout of rank 0 of an engine of this role."""
+        """Return the layout of rank 0 of an engine of this role. A page id of a slot covers all layers."""
         parallel = Parallel(tp=self.tensor_parallel, pp=self.pipeline_parallel, dp=self.data_parallel)
-        return KVLayout(model.shape, parallel, self.page_size, PageOrder[self.page_order.name])
+        orders = {Unit.TOKEN: PageOrder[self.page_order.name], Unit.PAGE: PageOrder.OPAQUE, Unit.SLOT: PageOrder.SLOT}
+        first, *others = (
+            KVLayout(
+                cache.shape,
+                parallel,
+                cache.layers if cache.unit is Unit.SLOT else self.page_size,
+                orders[cache.unit],
+                name=cache.name,
+            )
+            for cache in model.all_caches
+        )
+        return msgspec.structs.replace(first, others=tuple(others))
 
 
 class Prefill(Role, frozen=True, kw_only=True, rename="camel"):
@@ -261,17 +351,20 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Path of the engine socket."""
         return f"{self.run_directory}/{SOCKET_FILE}"
 
-    def plan(self) -> Plan:
-        """Return the plan between the declared layouts. Raises LayoutError if there is none."""
+    def plans(self) -> dict[str, Plan]:
+        """Return the plan of each cache between the declared layouts. Raises LayoutError if there is none."""
         source, target = self.prefill.layout(self.model), self.decode.layout(self.model)
-        return plan(source, target, staging=self.transfer.staging)
+        found = plans(source, target, staging=self.transfer.staging)
+        return {cache.name: plan for cache, plan in zip(self.model.all_caches, found, strict=True)}
 
-    def summary(self) -> Summary:
-        """Return the plan's numbers. The lane's buffer and the ring's share limit the size of a slab. Raises as `plan`."""
-        plan = self.plan()
-        writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
-        limit = slab_limit_bytes(self.prefill.staging.buffer_size, self.decode.staging.pool_size, writers)
-        return plan.summary(self.transfer.chunk_tokens, max(1, limit))
+    def summaries(self) -> dict[str, Summary]:
+        """Return the numbers of each cache's plan; the lane's buffer and the ring's share limit a slab. Raises as `plans`."""
+        found = self.plans()
+        limit = slab_limit_bytes(
+            self.prefill.staging.buffer_size, self.decode.staging.pool_size, _writers(*found.values())
+        )
+        chunks = {cache.name: cache.kept(self.transfer.chunk_tokens) for cache in self.model.all_caches}
+        return {name: plan.summary(chunks[name], max(1, limit)) for name, plan in found.items()}
 
     def check(self) -> None:
         """Raise ConfigError with all faults if valid fields contradict each other."""
@@ -397,9 +490,9 @@ def _remedies(backend: Backend) -> str:
 
 
 def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:
-    faults = []
     if model.attention in (Attention.MQA, Attention.MLA) and model.kv_heads != 1:
         return [f"model.kvHeads: {model.kv_heads} with attention {model.attention.value}: it has 1"]
+    faults = []
     for path, role in (("prefill", prefill), ("decode", decode)):
         try:
             role.layout(model).check()
@@ -408,9 +501,16 @@ def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:
     return faults
 
 
+def _writers(*found: Plan) -> int:
+    """Return how many pairs of these plans write to the target rank with the most."""
+    return max(writer_count(found, rank) for rank in {pair.target_rank for plan in found for pair in plan.pairs})
+
+
 def _in_file_terms(error: LayoutError) -> str:
     """Return the message with the file's names of fields."""
     text = str(error)
+    if text.startswith("cache "):
+        text = text.replace("model.", "")
     for ours, theirs in _FILE_TERMS:
         text = text.replace(ours, theirs)
     return text
@@ -419,12 +519,13 @@ def _in_file_terms(error: LayoutError) -> str:
 def _plan_faults(config: AgentConfig) -> list[str]:
     """Return the faults between the two roles, each of which is valid by itself."""
     try:
-        made = config.plan()
+        made = config.plans()
     except LayoutError as error:
         return [f"prefill, decode: {_in_file_terms(error)}"]
-    if made.way is not Way.STAGED:
+    if not any(plan.way is Way.STAGED for plan in made.values()):
         return []
-    writers = max(len(made.of_target(rank)) for rank in {pair.target_rank for pair in made.pairs})
+    # Caches follow each other, so the ring need not hold slabs of all of them at once.
+    writers = max(_writers(plan) for plan in made.values())
     needed, given = 2 * writers * config.prefill.staging.buffer_size, config.decode.staging.pool_size
     if given >= needed:
         return []

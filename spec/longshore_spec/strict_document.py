@@ -127,7 +127,10 @@ def _value_count(node: Any, counts: dict[int, int]) -> int:
 
 
 def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S | None:
-    """Return `raw` as a `kind`, or None after adding all faults below `path` to `faults`."""
+    """Return `raw` as a `kind`, or None after adding all faults below `path` to `faults`.
+
+    A kind whose keys depend on each other has a method `faults_of(keys)`; each of its texts begins with a key.
+    """
     if not isinstance(raw, dict):
         faults.append(f"{path or '(document)'}: give a mapping, not {_shown(raw)}")
         return None
@@ -143,6 +146,8 @@ def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S |
             values[field.name] = _read_value(hints[field.name], raw[key], _join(path, key), faults)
         elif field.required:
             faults.append(f"{_join(path, key)}: missing")
+    if (of_keys := getattr(kind, "faults_of", None)) is not None:
+        faults += [_join(path, fault) for fault in of_keys([key for key, value in raw.items() if value is not None])]
     return kind(**values) if len(faults) == before else None
 
 
@@ -181,7 +186,7 @@ def _read_value(kind: Any, raw: object, path: str, faults: list[str]) -> object:
         faults.append(f"{path}: {error}")
     except msgspec.ValidationError as error:
         # msgspec appends the path below this value, if there is one: "... - at `$[0]`".
-        text, _, place = str(error).partition(" - at `$")
+        text, _, place = str(error).replace(" | null", "").partition(" - at `$")
         allowed = ", ".join(str(value.value) for value in _choices(kind))
         hint = f"; use one of {allowed}" if allowed else ""
         faults.append(f"{path}{place.rstrip('`')}: {text} (given: {_shown(raw)}){hint}")
@@ -226,6 +231,8 @@ def plain(value: msgspec.Struct) -> dict[str, object]:
             continue
         if isinstance(entry, msgspec.Struct):
             found[field.encode_name] = plain(entry)
+        elif isinstance(entry, tuple) and any(isinstance(each, msgspec.Struct) for each in entry):
+            found[field.encode_name] = [plain(each) for each in entry]
         elif _is_quantity(hints[field.name]):
             found[field.encode_name] = format_quantity(entry)
         else:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from longshore_spec.agent_config import AgentConfig
+from longshore_spec.agent_config import AgentConfig, Unit
 from longshore_wire.engine_messages import Endpoint
 
 # Of the messages; a command refuses a test engine of another version, which an agent of another release has.
@@ -125,8 +125,16 @@ Answer = Started | Done | Claimed | Refused
 
 
 def room_tokens(config: AgentConfig, room_bytes: int) -> int:
-    """Return the tokens of a room of about `room_bytes`: rounded up to whole pages of both sides, at least one."""
-    shape = config.model.shape
-    token_bytes = shape.layers * shape.kv_heads * shape.kinds * shape.head_bytes
-    unit = math.lcm(config.prefill.page_size, config.decode.page_size)
-    return -(-max(room_bytes, 1) // (token_bytes * unit)) * unit
+    """Return the tokens of a room of about `room_bytes`: rounded up to whole pages of both sides, at least one.
+
+    Slots count with their bytes, which do not depend on the tokens.
+    """
+    unit, token_bytes = math.lcm(config.prefill.page_size, config.decode.page_size), 0
+    for cache in config.model.all_caches:
+        shape = cache.shape
+        each_bytes = shape.layers * sum(plane.heads * plane.rows * plane.row_bytes for plane in shape.planes)
+        if cache.unit is Unit.SLOT:
+            room_bytes -= each_bytes
+        else:
+            token_bytes += each_bytes
+    return -(-max(room_bytes, 1) // (token_bytes * unit)) * unit if token_bytes else unit

@@ -51,6 +51,26 @@ def named(name: str) -> Body:
 MLA = {"attention": "MLA", "layers": 61, "kvHeads": 1, "headDim": 576, "dtype": "bfloat16"}
 MQA = {"attention": "MQA", "layers": 32, "kvHeads": 1, "headDim": 128, "dtype": "float16"}
 
+CACHES: dict[str, Any] = {
+    "kv": {"layers": 15, "dtype": "bfloat16", "planes": [{"heads": 2, "width": 256}] * 2},
+    "conv": {
+        "layers": 45,
+        "unit": "Slot",
+        "dtype": "bfloat16",
+        "planes": [{"heads": heads, "width": 128, "rows": 3} for heads in (16, 16, 64)],
+    },
+    "window": {"layers": 4, "dtype": "float16", "planes": [{"heads": 8, "width": 64}], "window": 128},
+    "index": {"layers": 61, "unit": "Page", "dtype": "uint8", "planes": [{"heads": 1, "width": 132}]},
+}
+
+
+def caches(*names: str, **changes: Any) -> Body:
+    """Return a model of these caches, the last one with changed fields, or without those that are None."""
+    found = [{"name": name, **CACHES[name]} for name in names]
+    found[-1] |= changes
+    return {"caches": [{key: value for key, value in each.items() if value is not None} for each in found]}
+
+
 POD = {
     "gpuAccess": "CDI",
     "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
@@ -85,6 +105,9 @@ GOOD = {
     "a latent": changed(model=MLA, prefill__tensorParallel=4),
     "a staged latent": changed(model=MLA, prefill__tensorParallel=1, transfer__staging="Always"),
     "one head": changed(model=MQA, prefill__tensorParallel=2),
+    "several caches": changed(model=caches(*CACHES)),
+    "a state alone": changed(model=caches("conv"), prefill__tensorParallel=8, decode__tensorParallel=2),
+    "more ranks than heads of a cache": changed(model=caches("conv", "kv"), prefill__tensorParallel=8),
     "pipelines": changed(prefill__pipelineParallel=4, decode__pipelineParallel=2),
     "data parallel": changed(decode__dataParallel=8),
     "slices need no ring": changed(transfer__staging="Never", decode__staging={"poolSize": "16Mi"}),
@@ -141,6 +164,10 @@ TOLERATIONS: dict[str, tuple[Body, str]] = {
 
 BAD = {
     "no model": (changed(model=None), "spec.model: Required value"),
+    "half a model": (
+        changed(model__headDim=None),
+        "model needs attention, layers, kvHeads, headDim and dtype, or caches",
+    ),
     "no pages": (changed(prefill__pageSize=None), "spec.prefill.pageSize: Required value"),
     "no such attention": (changed(model__attention="SWA"), 'supported values: "MHA", "GQA", "MQA", "MLA"'),
     "no layers": (changed(model__layers=0), "spec.model.layers"),
@@ -148,6 +175,30 @@ BAD = {
     "no such dtype": (changed(model__dtype="fp8"), "spec.model.dtype"),
     "heads of a latent": (changed(model=MLA | {"kvHeads": 8}), "kvHeads must be 1 with attention MLA or MQA"),
     "heads of MQA": (changed(model=MQA | {"kvHeads": 2}), "kvHeads must be 1 with attention MLA or MQA"),
+    "caches and a short form": (changed(model=MQA | caches("kv")), "leave out attention, layers, kvHeads"),
+    "no caches": (changed(model={"caches": []}), "spec.model.caches"),
+    "two caches of a name": (changed(model=caches("kv", "conv", name="kv")), "Duplicate value"),
+    "a cache without planes": (changed(model=caches("kv", planes=[])), "spec.model.caches[0].planes"),
+    "a cache of no layers": (changed(model=caches("kv", layers=None)), "spec.model.caches[0].layers: Required value"),
+    "rows of a token": (changed(model=caches("conv", unit="Token")), "several rows, which only unit Slot has"),
+    "a window of states": (changed(model=caches("conv", window=5)), "window is for unit Token"),
+    "heads of a cache that do not split": (
+        changed(model=caches("kv", "conv"), prefill__tensorParallel=6),
+        "prefill.tensorParallel and heads of a plane of model.caches: one must divide the other",
+    ),
+    "heads of a cache that do not split at decode": (
+        changed(model=caches("kv", "conv"), decode__tensorParallel=6),
+        "decode.tensorParallel and heads of a plane of model.caches: one must divide the other",
+    ),
+    "stages without layers of a cache": (
+        changed(model=caches("conv", "window"), prefill__pipelineParallel=5),
+        "prefill.pipelineParallel has more stages than a cache",
+    ),
+    "decode's stages without layers of a cache": (
+        changed(model=caches("conv", "window"), decode__pipelineParallel=5),
+        "decode.pipelineParallel has more stages than a cache",
+    ),
+    "whole pages of two sizes": (changed(model=caches("kv", "index"), decode__pageSize=16), "the two pageSizes differ"),
     "heads that do not split": (
         changed(prefill__tensorParallel=3),
         "prefill.tensorParallel and model.kvHeads: one must divide the other",
@@ -282,6 +333,7 @@ BAD = {
 
 CHANGES = {
     "the model": ({"model__layers": 81}, "make a new DisaggDeployment"),
+    "caches for a short form": ({"model": caches("kv")}, "make a new DisaggDeployment"),
     "the element type": ({"model__dtype": "float16"}, "make a new DisaggDeployment"),
     "keys go back": ({"agents": {"keysRevision": 1}}, "leave it or raise it"),
 }
@@ -312,6 +364,7 @@ BREAKING: dict[str, Any] = {
     "minLength": lambda place: "",
     "pattern": lambda place: " !",
     "enum": lambda place: "Neither",
+    "minItems": lambda place: [],
     "maxItems": lambda place: [{"name": f"UCX_{n}", "mountPath": f"/{n}"} for n in range(place["maxItems"] + 1)],
     "maxProperties": lambda place: {f"k{n}": "v" for n in range(place["maxProperties"] + 1)},
     "type": lambda place: {"object": "text", "array": {}, "string": 1, "integer": "one", "boolean": "yes"}[

@@ -16,6 +16,8 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.plans import PlanDefaults, PlanQuery
 from longshore_agent.status.plans import answer as plan_page
 from longshore_agent.worker.config import WorkerConfig
+from longshore_cli.analyze.inspect_manifests import Analysis
+from longshore_cli.analyze.report import table
 from longshore_cli.analyze.sizes import GPU, Sizes, limits_of, pair_slabs, sizes
 from longshore_cli.main import main
 from longshore_spec.manifest import DisaggDeployment, read
@@ -234,7 +236,8 @@ def test_slabs_are_those_that_a_worker_cuts(
     config = found.agent_config()
     settings = Settings.from_config(config)
     source, target = config.prefill.layout(config.model), config.decode.layout(config.model)
-    plan = config.plan()
+    plans = config.plans()
+    plan = plans["kv"]
     pair = plan.pairs[-1]
     worker = WorkerConfig("w", "P", 1, source.at(pair.source_rank), (Half.SOURCE,), settings, 0, device=device.lower())
     key = PairKey(RoomKey("P", 1), pair.source_rank, pair.target_rank, 1, 1, "D")
@@ -242,7 +245,7 @@ def test_slabs_are_those_that_a_worker_cuts(
     limits = limits_of(found.spec, device)
     page = max(config.prefill.page_size, config.decode.page_size)
     cut = grid(worker.session_config(), attached(target, settings.ring_bytes), claim, taken, {})
-    assert pair_slabs(plan, pair, tokens, limits, page) == cut
+    assert pair_slabs([plan], pair, tokens, limits, page) == cut
 
 
 def attached(layout: KVLayout, ring_bytes: int) -> Attach:
@@ -270,6 +273,32 @@ def test_the_plan_is_that_of_an_agent(wire: str, tensor_parallel: int) -> None:
         )
         for each in page.pairs
     ]
+
+
+@pytest.mark.shows("field.model.caches.window")
+def test_sizes_are_of_all_caches_with_the_window_of_one_and_the_states_of_another() -> None:
+    planes = [{"heads": 8, "width": 128}] * 2
+    caches: list[dict[str, Any]] = [
+        {"name": "kv", "layers": 10, "dtype": "bfloat16", "planes": planes},
+        {"name": "window", "layers": 30, "dtype": "bfloat16", "planes": planes, "window": 256},
+        {"name": "ssm", "layers": 5, "unit": "Slot", "dtype": "float32", "planes": [{"heads": 8, "width": 4096}]},
+    ]
+    found = deployment(model={"caches": caches})
+    shown = told(found, "CPU", tokens=4096)
+    token_bytes, state_bytes = 2 * 8 * 128 * 2, 5 * 8 * 4096 * 4
+    assert (shown.bytes_per_token, shown.slot_bytes) == (40 * token_bytes, state_bytes)
+    assert shown.ring is not None
+    # Each slab has 64 bytes of trailer.
+    moved_bytes = (10 * 4096 + 30 * 256) * token_bytes + state_bytes
+    assert shown.ring.room_bytes == moved_bytes + 64 * shown.ring.room_slabs
+    assert shown.ring.room_slabs == sum(pair.room_slabs for pair in shown.pairs)
+    lines = table([Analysis(namespace="d", name="n", place="here", findings=(), sizes=shown)], []).splitlines()
+    assert f"    {40 * token_bytes} bytes a token, 640 KiB of states a request; " in "\n".join(lines)
+    assert {line.split()[0] for line in lines if line.split()[1:3] == ["0", "0"]} == {"kv", "window", "ssm"}
+    caches[1]["window"] = 0
+    whole = told(deployment(model={"caches": caches}), "CPU", tokens=4096).ring
+    assert whole is not None
+    assert whole.room_bytes > 3 * shown.ring.room_bytes
 
 
 def test_the_ring_holds_as_many_rooms_as_their_slabs_fit() -> None:

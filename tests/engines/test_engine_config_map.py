@@ -64,7 +64,10 @@ def test_an_engine_whose_layout_is_that_of_the_variables_is_admitted(role: str) 
         tp, pp, dp = (int(given[f"LONGSHORE_ENGINE_{each}_PARALLEL"]) for each in ("TENSOR", "PIPELINE", "DATA"))
         order = PageOrder[given["LONGSHORE_ENGINE_PAGE_ORDER"].upper()]
         layout = KVLayout(
-            wanted.config.model.shape, Parallel(tp=tp, pp=pp, dp=dp), int(given["LONGSHORE_ENGINE_PAGE_SIZE"]), order
+            wanted.config.model.all_caches[0].shape,
+            Parallel(tp=tp, pp=pp, dp=dp),
+            int(given["LONGSHORE_ENGINE_PAGE_SIZE"]),
+            order,
         )
         instance = "engine"
         hello = Hello(ENGINE_PROTOCOL_VERSION, instance, layout, "cpu", (HALVES[role],))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from operator_scene import Scene, instance, said, settled
 
 from longshore_agent.settings import Settings
@@ -129,6 +130,88 @@ def test_the_plan_in_the_status_follows_the_layouts() -> None:
     assert plan(changed("transfer.staging", "Never"))["way"] == "Slices"
     writes = plan(BASE)["writesPerChunk"]
     assert plan(changed("prefill.staging.bufferSize", "16Mi"))["writesPerChunk"] > writes
+
+
+# Qwen3.5 in small: K and V of some layers, and of the others a conv state of q, k and v and a recurrent one.
+HYBRID: list[Body] = [
+    {"name": "kv", "layers": 15, "dtype": "bfloat16", "planes": [{"heads": 2, "width": 256}] * 2},
+    {
+        "name": "conv",
+        "layers": 45,
+        "unit": "Slot",
+        "dtype": "bfloat16",
+        "planes": [{"heads": heads, "width": 128, "rows": 3} for heads in (16, 16, 64)],
+    },
+    {"name": "ssm", "layers": 45, "unit": "Slot", "dtype": "float32", "planes": [{"heads": 64, "width": 16384}]},
+    {"name": "index", "layers": 15, "unit": "Page", "dtype": "uint8", "planes": [{"heads": 1, "width": 132}]},
+]
+
+
+def hybrid(cache: int = 0, **changes: Any) -> Body:
+    caches = [{**each, **changes} if index == cache else each for index, each in enumerate(HYBRID)]
+    return {**BASE, "model": {"caches": caches}}
+
+
+CACHES = [
+    (0, {"name": "main"}, r"model\.caches is (conv|index), .* at the engine and"),
+    (1, {"layers": 44}, r"model\.caches\[conv\]\.layers is 4[45] at the engine and 4[45] in the deployment"),
+    (0, {"dtype": "float32"}, r"model\.caches\[kv\]\.element_bytes is [24] at"),
+    (3, {"unit": "Token"}, r"model\.caches\[index\]\.unit is (Token|Page) at"),
+    (2, {"planes": [{"heads": 32, "width": 16384}]}, r"\[ssm\]\.planes is \[(64|32) heads of 1 x 65536 bytes\] at"),
+    (2, {"planes": [{"heads": 64, "width": 8192}]}, r"\[ssm\]\.planes is \[64 heads of 1 x (65536|32768) bytes\]"),
+    (2, {"planes": [{"heads": 64, "width": 16384, "rows": 2}]}, r"\[ssm\]\.planes is \[64 heads of [12] x 65536"),
+]
+
+
+@pytest.mark.shows("field.model.caches.{name,layers,unit,dtype}", "field.model.caches.planes.{heads,width,rows}")
+@pytest.mark.parametrize(("cache", "changes", "named"), CACHES, ids=[str(changes)[:20] for _, changes, _ in CACHES])
+def test_engines_with_the_declared_caches_are_taken_in_and_others_refused_by_the_cache(
+    cache: int, changes: Body, named: str
+) -> None:
+    before, after = orders(hybrid()), orders(hybrid(cache, **changes))
+    for config, other in ((before, after), (after, before)):
+        reception = Reception(Settings(), config)
+        assert reception.admit(hello(config, config.prefill)).instance == "engine"
+        with pytest.raises(LayoutError, match=named):
+            reception.admit(hello(other, other.prefill))
+
+
+def test_an_engine_may_list_its_caches_in_another_order_with_pages_of_its_own_beside_the_first() -> None:
+    config = orders(hybrid())
+    known = hello(config, config.prefill)
+    kv, conv, ssm, index = known.layout.caches
+    ours = [replace(conv, page_size=15), kv, replace(index, page_size=128), ssm]
+    reception = Reception(Settings(), config)
+    assert reception.admit(replace(known, layout=replace(ours[0], others=tuple(ours[1:])))).instance == "engine"
+    kv = replace(kv, page_size=32)
+    with pytest.raises(LayoutError, match=r"^prefill\.pageSize is 32 at the engine and 64 in the deployment$"):
+        reception.admit(replace(known, layout=replace(conv, others=(kv, ssm, index))))
+
+
+def test_the_plan_in_the_status_has_the_numbers_of_each_cache() -> None:
+    status = Scene(**hybrid()).decide().status
+    assert status is not None
+    plan = status["plan"]
+    caches = {each["name"]: each for each in plan["caches"]}
+    # Every prefill rank holds a copy of the one head of index keys, and a K and V head of which two ranks have each.
+    assert {name: each["pairs"] for name, each in caches.items()} == {"kv": 2, "conv": 4, "ssm": 4, "index": 1}
+    assert {name: each.get("slotBytes") for name, each in caches.items()} == {
+        "kv": None,
+        "conv": 45 * 3 * (16 + 16 + 64) * 128 * 2,
+        "ssm": 45 * 64 * 128 * 128 * 4,
+        "index": None,
+    }
+    assert {name: each["bytesPerToken"] for name, each in caches.items()} == {
+        "kv": 15 * 2 * 2 * 256 * 2,
+        "conv": 0,
+        "ssm": 0,
+        "index": 15 * 132,
+    }
+    assert plan["slotBytes"] == caches["conv"]["slotBytes"] + caches["ssm"]["slotBytes"]
+    # Whole pages of index keys are moved in place.
+    assert {name: each["way"] for name, each in caches.items() if each["way"] != "Staged"} == {"index": "Contiguous"}
+    assert plan["way"] == "Mixed"
+    assert "caches" not in (Scene(**BASE).decide().status or {})["plan"]
 
 
 # -- staging and transfer: agents' settings, whose effects agents' tests show ---------------------------------------

@@ -30,7 +30,7 @@ from longshore_spec.agent_config import (
 from longshore_spec.quantity import QuantityError, format_quantity, parse_quantity
 from longshore_spec.strict_document import DOCUMENT_BYTES_MAX, parse
 from longshore_wire.errors import ConfigError
-from longshore_wire.layout import PageOrder
+from longshore_wire.layout import ModelShape, PageOrder, Plane
 from longshore_wire.names import Wire
 from longshore_wire.ways import Staging, Way
 
@@ -70,7 +70,7 @@ def test_a_config_in_yaml_is_read_with_the_defaults_of_what_it_leaves_out() -> N
     assert config.integrity == Integrity(digest=False)
     assert config.run_directory == "/run/longshore/default/llama-70b"
     assert config.decode.layout(config.model).order is PageOrder.HND
-    assert config.plan().way is Way.STAGED
+    assert config.plans()["kv"].way is Way.STAGED
 
 
 def test_the_same_document_as_json_or_bytes_reads_the_same() -> None:
@@ -87,6 +87,50 @@ def test_the_same_document_as_json_or_bytes_reads_the_same() -> None:
         "decode": {"tensorParallel": 1, "pageSize": 16, "pageOrder": "HND"},
         "transfer": {"chunkTokens": 4096, "wires": ["RDMA", "TCP"]},
     }
+
+
+CACHES = """
+  caches:
+  - {name: kv, layers: 15, dtype: bfloat16, planes: [{heads: 2, width: 256}, {heads: 2, width: 256}]}
+  - {name: ssm, layers: 45, unit: Slot, dtype: float32, planes: [{heads: 64, width: 128, rows: 128}]}
+"""
+SEVERAL = YAML.replace(" {attention: GQA, layers: 80, kvHeads: 8, headDim: 128, dtype: bfloat16}", CACHES)
+
+
+def test_several_caches_are_a_layout_with_each_and_written_as_they_were_read() -> None:
+    config = load(SEVERAL)
+    assert load(dump(config)) == config
+    caches = config.decode.layout(config.model).caches
+    assert [(cache.name, cache.order, cache.page_size) for cache in caches] == [
+        ("kv", PageOrder.HND, 16),
+        ("ssm", PageOrder.SLOT, 45),
+    ]
+    assert caches[1].model == ModelShape(45, (Plane(64, 512, 128),), 4)
+    assert [plan.way for plan in config.plans().values()] == [Way.STAGED, Way.STAGED]
+    # What a cache leaves out is not written either, so that an older agent reads it.
+    assert json.loads(dump(config))["model"]["caches"][0] == {
+        "name": "kv",
+        "layers": 15,
+        "dtype": "bfloat16",
+        "planes": [{"heads": 2, "width": 256}] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (CACHES, " {}", "model.attention: missing; or give caches"),
+        ("caches:", "layers: 3\n  caches:", "model.caches: given beside layers: caches alone describe all memory"),
+        ("width: 128", "widht: 128", "model.caches[1].planes[0]: Object contains unknown field `widht`"),
+        ("name: ssm", "name: kv", "prefill: caches have the names kv, kv: give each its own"),
+        ("heads: 64", "heads: 6", "prefill: cache 'ssm': tensorParallel is 4 and planes[0].heads is 6"),
+        ("unit: Slot", "unit: Page", "prefill: cache 'ssm': planes[0].rows is 128: give a number from 1 to 1"),
+        ("unit: Slot", "unit: Slots", "model.caches[1].unit: Invalid enum value 'Slots'"),
+    ],
+)
+def test_what_is_wrong_with_a_cache_is_named_by_its_field(old: str, new: str, fault: str) -> None:
+    assert old in SEVERAL
+    assert fault in "\n".join(faults_of(SEVERAL.replace(old, new)))
 
 
 def test_all_faults_are_reported_at_once_each_with_its_path() -> None:
@@ -203,8 +247,11 @@ def test_a_small_pool_is_allowed_where_nothing_is_staged() -> None:
 
 def test_an_mla_model_may_be_staged() -> None:
     mla = YAML.replace("attention: GQA, layers: 80, kvHeads: 8", "attention: MLA, layers: 61, kvHeads: 1")
-    assert load(mla.replace("staging: Auto", "staging: Always")).plan().way is Way.STAGED
-    assert load(mla.replace("pageOrder: HND", "").replace("pageSize: 16", "pageSize: 64")).plan().way is Way.CONTIGUOUS
+    assert load(mla.replace("staging: Auto", "staging: Always")).plans()["kv"].way is Way.STAGED
+    assert (
+        load(mla.replace("pageOrder: HND", "").replace("pageSize: 16", "pageSize: 64")).plans()["kv"].way
+        is Way.CONTIGUOUS
+    )
 
 
 @pytest.mark.parametrize(

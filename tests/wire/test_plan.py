@@ -322,9 +322,10 @@ def test_the_summary_of_a_70b_model_from_tp4_to_tp1_is_that_of_the_resource() ->
     assert msgspec.to_builtins(summary) == {
         "way": "Staged",
         "pairs": 4,
-        "bytesPerToken": 327680,
-        "writesPerChunk": 40,
-        "slicesPerChunk": 5242880,
+        "bytes_per_token": 327680,
+        "slot_bytes": 0,
+        "writes_per_chunk": 40,
+        "slices_per_chunk": 5242880,
     }
 
 

@@ -101,14 +101,27 @@ def digests_bytes(pair: Pair, layout: KVLayout, units: tuple[int, int]) -> int:
     return 8 * layers * sum(heads)
 
 
-class Summary(msgspec.Struct, frozen=True, rename="camel"):
-    """A plan's numbers for the operator's status. Counts are for one chunk and all pairs."""
+class Summary(msgspec.Struct, frozen=True):
+    """A plan's numbers for the operator's status. Counts are for one chunk, which ends the prompt, and all pairs.
+
+    Attributes:
+        bytes_per_token: 0 of slots.
+        slot_bytes: of a request; 0 if the cache has tokens.
+    """
 
     way: str
     pairs: int
     bytes_per_token: int
+    slot_bytes: int
     writes_per_chunk: int
     slices_per_chunk: int
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Summary]) -> Summary:
+        """Return the numbers of several caches together."""
+        ways = {part.way for part in parts}
+        counts = (sum(getattr(part, name) for part in parts) for name in cls.__struct_fields__ if name != "way")
+        return cls(ways.pop() if len(ways) == 1 else MIXED, *counts)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -131,8 +144,13 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all pairs; replicated target heads count once for each replica."""
-        return sum(pair.token_bytes for pair in self.pairs)
+        """Bytes of one token over all pairs, of a slot 0; replicated target heads count once for each replica."""
+        return sum(pair.token_bytes for pair in self.pairs if not pair.slot)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all pairs; 0 if the cache has tokens."""
+        return sum(pair.payload_bytes(*pair.layers) for pair in self.pairs if pair.slot)
 
     @property
     def way(self) -> Way:
@@ -198,7 +216,7 @@ class Plan(msgspec.Struct, frozen=True):
                 writes += 1 if pair.way is Way.DIRECT else runs
         ways = {pair.way for pair in self.pairs}
         name = ways.pop().name.capitalize() if len(ways) == 1 else MIXED
-        return Summary(name, len(self.pairs), self.bytes_per_token, writes, slices)
+        return Summary(name, len(self.pairs), self.bytes_per_token, self.slot_bytes, writes, slices)
 
 
 class RunRule(msgspec.Struct, frozen=True):

@@ -6,19 +6,19 @@ Called by the supervisor. Of the machine, it checks only whether a GPU driver ex
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 
 from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings
 from longshore_spec import distribution
-from longshore_spec.agent_config import AgentConfig, Target
+from longshore_spec.agent_config import AgentConfig, Target, Unit
 from longshore_spec.environment import variable
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, TargetMemory
+from longshore_wire.layout import KVLayout, PageOrder, TargetMemory
 from longshore_wire.names import is_instance_name
 
 # The first file that CUDA opens. Only workers load the driver itself.
@@ -137,8 +137,8 @@ class Reception:
         role = config.prefill if half is Half.SOURCE else config.decode
         name = "prefill" if half is Half.SOURCE else "decode"
         declared = role.layout(config.model)
-        checks = [
-            *((f"model.{each}", getattr(layout.model, each), getattr(declared.model, each)) for each in _MODEL),
+        checks: list[tuple[str, object, object]] = [
+            *_compare_models(layout, declared, has_caches=bool(config.model.caches)),
             (f"{name}.tensorParallel", layout.parallel.tp, declared.parallel.tp),
             (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
@@ -147,21 +147,50 @@ class Reception:
         wants_host, is_host = config.decode.target is Target.HOST, hello.memory is TargetMemory.HOST
         is_declared = is_host or hello.device == "cpu" if wants_host else not is_host
         if half is Half.SOURCE or is_declared:
-            checks += [
-                (f"{name}.pageSize", layout.page_size, declared.page_size),
-                (f"{name}.pageOrder", layout.order, declared.order),
-            ]
+            # A role has one size and order of pages. Other caches may have theirs: both engines compare them.
+            first = next((cache.name for cache in config.model.all_caches if cache.unit is Unit.TOKEN), None)
+            found, wanted = (
+                next((cache for cache in side.caches if cache.name == first), None) if config.model.caches else side
+                for side in (layout, declared)
+            )
+            if found is not None and wanted is not None:
+                checks += [
+                    (f"{name}.pageSize", found.page_size, wanted.page_size),
+                    (f"{name}.pageOrder", found.order, wanted.order),
+                ]
         differing = [check for check in checks if check[1] != check[2]]
         faults = [
-            f"{field} is {_shown(found)} at the engine and {_shown(wanted)} in the deployment"
-            for field, found, wanted in differing
+            f"{field} is {_shown(ours)} at the engine and {_shown(theirs)} in the deployment"
+            for field, ours, theirs in differing
             if field != "model.planes" or len(differing) == 1
         ]
         if faults:
             raise LayoutError("; ".join(faults))
 
 
+def _compare_models(layout: KVLayout, declared: KVLayout, *, has_caches: bool) -> Iterator[tuple[str, object, object]]:
+    """Yield (field, of the engine, of the deployment). Without `model.caches`, only the first cache is declared."""
+    if not has_caches:
+        yield from ((f"model.{each}", getattr(layout.model, each), getattr(declared.model, each)) for each in _MODEL)
+        return
+    ours, theirs = (sorted(cache.name for cache in side.caches) for side in (layout, declared))
+    yield "model.caches", ", ".join(ours), ", ".join(theirs)
+    wanted = {cache.name: cache for cache in declared.caches}
+    for cache in layout.caches:
+        if (other := wanted.get(cache.name)) is not None:
+            for each in ("layers", "element_bytes", "planes"):
+                yield f"model.caches[{cache.name}].{each}", getattr(cache.model, each), getattr(other.model, each)
+            yield f"model.caches[{cache.name}].unit", _unit(cache), _unit(other)
+
+
+def _unit(cache: KVLayout) -> str:
+    found = {PageOrder.SLOT: Unit.SLOT, PageOrder.OPAQUE: Unit.PAGE}.get(cache.order, Unit.TOKEN)
+    return found.value
+
+
 def _shown(value: object) -> object:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"{each.heads} heads of {each.rows} x {each.row_bytes} bytes" for each in value) + "]"
     return value.name if isinstance(value, IntEnum) else value
 
 

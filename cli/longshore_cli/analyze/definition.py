@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 # fmt: off
 KEYWORDS = frozenset({
     "type", "required", "properties", "additionalProperties", "items", "enum", "minimum", "maximum", "minLength",
-    "maxLength", "pattern", "maxItems", "maxProperties", "anyOf", "default", "format", "description",
+    "maxLength", "pattern", "minItems", "maxItems", "maxProperties", "anyOf", "default", "format", "description",
     "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
     "x-kubernetes-preserve-unknown-fields", "x-kubernetes-validations",
 })
@@ -183,6 +183,8 @@ def _mapping_faults(value: Body, place: Schema, path: str) -> Iterator[Finding]:
 
 
 def _list_faults(value: list[Any], place: Schema, path: str) -> Iterator[Finding]:
+    if len(value) < place.get("minItems", 0):
+        yield _refused(path, f"it has {len(value)} entries: give at least {place['minItems']}")
     if len(value) > place.get("maxItems", len(value)):
         yield _refused(path, f"it has {len(value)} entries: give at most {place['maxItems']}")
     kind = place.get("x-kubernetes-list-type")

@@ -14,7 +14,7 @@ from longshore_cli.words import binary, count, plain
 from longshore_spec import names
 
 # Rows of a table. JSON has all pairs.
-PAIRS_SHOWN_MAX = 16
+PAIRS_SHOWN_MAX = 24
 _LEFT = frozenset({0, 1})
 
 
@@ -52,13 +52,15 @@ def _sizes(found: Sizes) -> Iterator[str]:
     yield f"  Plan for pages of {devices}"
     for way in found.ways:
         over = f" over {', '.join(way.wires)}" if way.wires else ""
-        yield f"    between {way.between}{over}: {way.way} ({way.meaning})"
+        caches = "" if way.caches == found.caches else f" of {', '.join(way.caches)}"
+        yield f"    between {way.between}{over}{caches}: {way.way} ({way.meaning})"
     if found.replicas > 1:
         yield f"    {found.replicas} prefill ranks hold each head; each pair reads from one, which rooms share evenly"
-    yield from (f"    {line}" for line in _pairs(found.pairs))
+    yield from (f"    {line}" for line in _pairs(found.pairs, is_named=len(found.caches) > 1))
     if found.idle_sources:
         yield f"    prefill ranks without a pair in one room: {_listed(found.idle_sources)}"
-    yield f"    {found.bytes_per_token} bytes a token; {found.slices_per_chunk} slices a chunk"
+    states = f", {binary(found.slot_bytes)} of states a request" if found.slot_bytes else ""
+    yield f"    {found.bytes_per_token} bytes a token{states}; {found.slices_per_chunk} slices a chunk"
     yield "  Sizes"
     if found.ring is not None:
         yield from (f"    {line}" for line in _ring(found.ring))
@@ -70,22 +72,26 @@ def _sizes(found: Sizes) -> Iterator[str]:
         yield f"    agent on {nodes}: memory request {agent.request or 'none'}{limit} ({origin})"
 
 
-def _pairs(pairs: Sequence[PairSizes]) -> list[str]:
-    rows = [("prefill rank", "decode rank", "layers", "heads", "bytes a token", "a chunk", "slabs a chunk")]
+def _pairs(pairs: Sequence[PairSizes], *, is_named: bool) -> list[str]:
+    rows = [("cache", "prefill rank", "decode rank", "layers", "heads", "bytes a token", "a chunk", "slabs a chunk")]
     rows += [
         (
+            pair.cache,
             str(pair.source_rank),
             str(pair.target_rank),
             _interval(pair.layers),
             _interval(pair.heads),
-            str(pair.bytes_per_token),
+            str(pair.bytes_per_token or "-"),
             binary(pair.chunk_bytes),
             str(pair.chunk_slabs or "-"),
         )
         for pair in pairs[:PAIRS_SHOWN_MAX]
     ]
     left_out = len(pairs) - PAIRS_SHOWN_MAX
-    return [*aligned(rows, _LEFT), *([f"and {left_out} more pairs: -o json shows them"] if left_out > 0 else [])]
+    return [
+        *aligned([row if is_named else row[1:] for row in rows], _LEFT),
+        *([f"and {left_out} more pairs: -o json shows them"] if left_out > 0 else []),
+    ]
 
 
 def _ring(ring: RingSizes) -> Iterator[str]:

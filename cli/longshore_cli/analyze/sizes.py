@@ -5,7 +5,7 @@ Called by `inspect_manifests`. The plan, the ways and the slabs come from the fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,10 +17,10 @@ from longshore_spec.agent_pods import merged
 from longshore_spec.manifest import Spec
 from longshore_spec.node_groups import Group, groups
 from longshore_spec.quantity import QuantityError, parse_quantity
-from longshore_wire.claims import SLABS_MAX
+from longshore_wire.claims import SLABS_MAX, writer_count
 from longshore_wire.crossover import Crossover
 from longshore_wire.names import ENVIRONMENT_PREFIX, Wire
-from longshore_wire.plan import Pair, Plan, plan
+from longshore_wire.plan import Pair, Plan, Summary, plans
 from longshore_wire.slabs import (
     GPU_SLAB_BYTES_MIN,
     SLAB_BYTES_MIN,
@@ -43,13 +43,15 @@ _FAR, _NEAR = "two agents", "engines of one agent"
 
 
 class PairSizes(msgspec.Struct, frozen=True, rename="camel"):
-    """The slices that one source rank sends to one target rank. Intervals are half-open. Slabs are 0 if none is staged.
+    """The slices of a cache that one source rank sends to one target rank. Intervals are half-open. Slabs are 0 if none is staged.
 
     Attributes:
+        bytes_per_token: 0 of a slot.
         chunk_bytes, chunk_slabs: of a request of one chunk.
         room_slabs: of a room of the asked tokens.
     """
 
+    cache: str
     source_rank: int
     target_rank: int
     layers: tuple[int, int]
@@ -61,9 +63,10 @@ class PairSizes(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class WayOf(msgspec.Struct, frozen=True, rename="camel"):
-    """The way of all pairs over some wires, and its reason as in the metrics."""
+    """The way of all pairs of some caches over some wires, and its reason as in the metrics."""
 
     between: str
+    caches: tuple[str, ...]
     wires: tuple[str, ...]
     way: str
     why: str
@@ -110,13 +113,16 @@ class Sizes(msgspec.Struct, frozen=True, rename="camel"):
 
     Attributes:
         replicas: ranks of prefill that hold the same heads; each pair reads from one of them.
+        slot_bytes: of the recurrent states of a request, over all pairs.
         idle_sources, idle_targets: ranks of one replica that exchange nothing in one room.
         ring: None if no pair is staged.
     """
 
     devices: dict[str, str]
+    caches: tuple[str, ...]
     replicas: int
     bytes_per_token: int
+    slot_bytes: int
     writes_per_chunk: int
     slices_per_chunk: int
     ways: tuple[WayOf, ...]
@@ -171,18 +177,25 @@ def _size(given: Mapping[str, str], name: str, default: int) -> int:
         return default
 
 
-def pair_slabs(found: Plan, pair: Pair, tokens: int, limits: Limits, page: int) -> SlabGrid:
-    """Return the slabs of a staged pair for a room of `tokens`. Raises RingError if no token fits a slab."""
-    writers = len(found.of_target(pair.target_rank))
+def pair_slabs(found: Sequence[Plan], pair: Pair, tokens: int, limits: Limits, page: int) -> SlabGrid:
+    """Return the slabs of a staged pair for a room of `tokens`. Raises RingError if no unit fits a slab.
+
+    Args:
+        found: the plans of all caches, which share the ring.
+        page: tokens of the larger page of both sides.
+    """
+    first, end = pair.units_of(0, tokens)
     cut = staged_tokens(
-        tokens,
+        end - first,
         (pair.unit_bytes, pair.unit_tokens),
-        limit_bytes=slab_limit_bytes(limits.slab_bytes_max, limits.ring_bytes, writers),
+        limit_bytes=slab_limit_bytes(
+            limits.slab_bytes_max, limits.ring_bytes, writer_count(tuple(found), pair.target_rank)
+        ),
         minimum_bytes=limits.slab_bytes_min,
         lane_count=limits.lane_count,
-        page=page,
+        page=1 if pair.slot else page,
     )
-    return SlabGrid(0, tokens, cut)
+    return SlabGrid(first, end, cut)
 
 
 def sizes(spec: Spec, config: AgentConfig, tokens: int, table: Crossover, devices: Mapping[str, str]) -> Sizes:
@@ -196,36 +209,51 @@ def sizes(spec: Spec, config: AgentConfig, tokens: int, table: Crossover, device
         RingError: a slab cannot hold one token, or one opaque page.
     """
     limits, chunk = limits_of(spec, devices[names.PREFILL]), config.transfer.chunk_tokens
-    found, ways = _planned(spec, config, limits, table, devices, tokens)
+    plans, ways = _planned(spec, config, limits, table, devices, tokens)
     page = max(config.prefill.page_size, config.decode.page_size)
-    grids = {}
-    if any(way.way == _word(Way.STAGED) for way in ways):
-        grids = {
-            pair: tuple(pair_slabs(found, pair, count, limits, page) for count in (chunk, tokens))
-            for pair in found.pairs
-        }
-    summary = config.summary()
+    is_staged = any(way.way == _word(Way.STAGED) for way in ways)
+    cut: list[_Cut] = []
+    for cache in config.model.all_caches:
+        counts = [cache.kept(count) for count in (chunk, tokens)]
+        for pair in plans[cache.name].pairs:
+            grids = tuple(pair_slabs(tuple(plans.values()), pair, count, limits, page) for count in counts if is_staged)
+            cut.append(_Cut(cache.name, pair, counts[0], grids))
+    found = tuple(plans.values())
+    summary = Summary.of_all(tuple(config.summaries().values()))
     return Sizes(
         devices=dict(devices),
+        caches=tuple(plans),
         replicas=config.prefill.layout(config.model).replicas,
         bytes_per_token=summary.bytes_per_token,
+        slot_bytes=summary.slot_bytes,
         writes_per_chunk=summary.writes_per_chunk,
         slices_per_chunk=summary.slices_per_chunk,
         ways=ways,
-        pairs=tuple(_pair_sizes(pair, chunk, grids.get(pair)) for pair in found.pairs),
-        idle_sources=tuple(rank for rank, _ in found.idle_sources),
-        idle_targets=found.idle_targets,
-        ring=_ring(found, grids, limits, chunk, tokens) if grids else None,
+        pairs=tuple(map(_pair_sizes, cut)),
+        idle_sources=tuple(rank for rank, _ in found[0].idle_sources),
+        idle_targets=tuple(rank for rank in found[0].idle_targets if not any(plan.of_target(rank) for plan in found)),
+        ring=_ring(cut, limits, chunk, tokens) if is_staged else None,
         memory=tuple(_role_memory(spec, role, devices) for role in names.ROLES),
         agents=tuple(_agent_memory(spec, group) for group in groups(spec)),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A pair of a cache, the tokens of one chunk, and the slabs of a chunk and of a room; none if nothing is staged."""
+
+    cache: str
+    pair: Pair
+    chunk_tokens: int
+    grids: tuple[SlabGrid, ...]
+
+
 def _planned(
     spec: Spec, config: AgentConfig, limits: Limits, table: Crossover, devices: Mapping[str, str], tokens: int
-) -> tuple[Plan, tuple[WayOf, ...]]:
-    """Return the plan between two agents, and the ways between two agents and within one."""
+) -> tuple[dict[str, Plan], tuple[WayOf, ...]]:
+    """Return the plan of each cache between two agents, and the ways between two agents and within one."""
     source, target = config.prefill.layout(config.model), config.decode.layout(config.model)
+    caches = config.model.all_caches
     asked = config.transfer.staging
     target_on_gpu = devices[names.DECODE] == GPU and config.decode.target is Target.DEVICE
     places = {"in_place": devices[names.PREFILL] == CPU, "target_in_place": not target_on_gpu}
@@ -234,22 +262,30 @@ def _planned(
         _GPU_WIRES if GPU in devices.values() else ()
     )
     reaches = {_FAR: far} | ({_NEAR: Reach.of(asked, near=True, **places)} if _has_neighbours(spec, devices) else {})
-    found: dict[tuple[str, Choice], list[str]] = {}
-    plans = {}
+    # The wires of each cache, then the caches that have equal wires.
+    found: dict[tuple[str, Choice, str], list[str]] = {}
+    made = {}
     for between, reach in reaches.items():
-        made = plans[between] = plan(source, target, staging=reach.staging, direct=reach.near)
-        pair = made.open_pair(
-            made.pairs[0], (0, tokens), lane_bytes=limits.slab_bytes_max, ring_bytes=limits.ring_bytes
-        )
-        for wire in wires if between == _FAR else ("",):
-            over = (config.transfer.backend.value, wire)
-            choice = expected_way(pair, reach, table, over)
-            found.setdefault((between, Choice(choice.way, choice.why)), []).append(wire)
+        made[between] = plans(source, target, staging=reach.staging, direct=reach.near)
+        for cache, plan in zip(caches, made[between], strict=True):
+            pair = plan.open_pair(
+                plan.pairs[0],
+                (0, cache.kept(tokens)),
+                lane_bytes=limits.slab_bytes_max,
+                ring_bytes=limits.ring_bytes,
+                writer_count=writer_count(made[between], plan.pairs[0].target_rank),
+            )
+            for wire in wires if between == _FAR else ("",):
+                choice = expected_way(pair, reach, table, (config.transfer.backend.value, wire))
+                found.setdefault((between, Choice(choice.way, choice.why), cache.name), []).append(wire)
+    joined: dict[tuple[str, Choice, tuple[str, ...]], list[str]] = {}
+    for (between, choice, name), given in found.items():
+        joined.setdefault((between, choice, tuple(filter(None, given))), []).append(name)
     ways = tuple(
-        WayOf(between, tuple(filter(None, given)), _word(choice.way), choice.why.label, _meaning(choice, config))
-        for (between, choice), given in found.items()
+        WayOf(between, tuple(named), given, _word(choice.way), choice.why.label, _meaning(choice, config))
+        for (between, choice, given), named in joined.items()
     )
-    return plans[_FAR], ways
+    return {cache.name: plan for cache, plan in zip(caches, made[_FAR], strict=True)}, ways
 
 
 def _has_neighbours(spec: Spec, devices: Mapping[str, str]) -> bool:
@@ -280,26 +316,26 @@ def _meaning(choice: Choice, config: AgentConfig) -> str:
     }.get(choice.why, choice.why.label)
 
 
-def _pair_sizes(pair: Pair, chunk: int, grids: tuple[SlabGrid, ...] | None) -> PairSizes:
-    chunk_slabs, room_slabs = (grid.count for grid in grids) if grids else (0, 0)
+def _pair_sizes(cut: _Cut) -> PairSizes:
+    pair = cut.pair
+    chunk_slabs, room_slabs = (grid.count for grid in cut.grids) if cut.grids else (0, 0)
     return PairSizes(
+        cache=cut.cache,
         source_rank=pair.source_rank,
         target_rank=pair.target_rank,
         layers=pair.layers,
         heads=pair.heads,
-        bytes_per_token=pair.token_bytes,
-        chunk_bytes=pair.payload_bytes(0, chunk),
+        bytes_per_token=0 if pair.slot else pair.token_bytes,
+        chunk_bytes=pair.payload_bytes(*pair.units_of(0, cut.chunk_tokens)),
         chunk_slabs=chunk_slabs,
         room_slabs=room_slabs,
     )
 
 
-def _ring(
-    found: Plan, grids: Mapping[Pair, tuple[SlabGrid, ...]], limits: Limits, chunk: int, tokens: int
-) -> RingSizes:
-    ranks = sorted({pair.target_rank for pair in found.pairs})
-    taken = [(*_taken(found.of_target(rank), grids, 1), *_taken(found.of_target(rank), grids, 0)) for rank in ranks]
-    room_bytes, room_slabs, chunk_bytes, chunk_slabs = max(taken)
+def _ring(cut: Sequence[_Cut], limits: Limits, chunk: int, tokens: int) -> RingSizes:
+    ranks = sorted({each.pair.target_rank for each in cut})
+    of_rank = ([each for each in cut if each.pair.target_rank == rank] for rank in ranks)
+    room_bytes, room_slabs, chunk_bytes, chunk_slabs = max((*_taken(each, 1), *_taken(each, 0)) for each in of_rank)
     return RingSizes(
         ring_bytes=limits.ring_bytes,
         tokens=tokens,
@@ -313,11 +349,10 @@ def _ring(
     )
 
 
-def _taken(pairs: tuple[Pair, ...], grids: Mapping[Pair, tuple[SlabGrid, ...]], which: int) -> tuple[int, int]:
-    """Return the ring memory and the slabs of a room that several sources write."""
-    return sum(map(sum, (_lengths(pair, grids[pair][which]) for pair in pairs))), sum(
-        grids[pair][which].count for pair in pairs
-    )
+def _taken(cut: Sequence[_Cut], which: int) -> tuple[int, int]:
+    """Return the ring memory and the slabs of a chunk (`which` 0) or a room (1), of all sources and caches."""
+    grids = [(each.pair, each.grids[which]) for each in cut]
+    return sum(sum(_lengths(pair, grid)) for pair, grid in grids), sum(grid.count for _, grid in grids)
 
 
 def _lengths(pair: Pair, grid: SlabGrid) -> Iterator[int]:

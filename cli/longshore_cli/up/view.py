@@ -16,6 +16,7 @@ from longshore_cli.words import plain
 from longshore_spec.agent_config import AgentConfig
 from longshore_spec.status import ATTACHED
 from longshore_wire.errors import LongshoreError
+from longshore_wire.plan import Summary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,8 +116,7 @@ def shown(fleet: Fleet, members: list[Member]) -> str:
 
 def _plan(config: AgentConfig) -> str:
     try:
-        made = config.plan()
-        summary = made.summary(config.transfer.chunk_tokens, config.prefill.staging.buffer_size)
+        summary = Summary.of_all(tuple(config.summaries().values()))
     except LongshoreError as error:
         return f"plan: none: {error}"
     return (

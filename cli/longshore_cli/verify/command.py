@@ -73,9 +73,10 @@ def verify(arguments: argparse.Namespace) -> int:
     """Test pairs of agents; return 0 if all bytes are right, else 1; 1 also for a slow link with --strict."""
 
     def run(places: list[Place], config: AgentConfig) -> int:
-        plan = config.plan()
-        tokens = room_tokens(config, arguments.size)
-        planned_bytes = sum(pair.payload_bytes(0, tokens) for pair in plan.pairs)
+        plans, tokens = config.plans(), room_tokens(config, arguments.size)
+        planned_bytes = sum(
+            pair.payload_bytes(*pair.units_of(0, tokens)) for plan in plans.values() for pair in plan.pairs
+        )
         all_pairs = _pairs(places)
         pairs = choose(*all_pairs, arguments.pairs)
         pair_count = len(all_pairs[0]) * len(all_pairs[1])
@@ -92,9 +93,9 @@ def verify(arguments: argparse.Namespace) -> int:
             measured = _with_wires(measured, places, engines)
         judged = judge(_as_planned(each, planned_bytes) for each in measured)
         if arguments.output == "json":
-            print(report.verify_json(judged, pair_count, plan))
+            print(report.verify_json(judged, pair_count, plans))
         else:
-            print(report.plan_line(plan, config))
+            print("\n".join(report.plan_line(*each, config) for each in plans.items()))
             print("\n".join(report.table(judged)))
             print(report.summary(judged, pair_count))
         return int(is_bad(judged, strict=arguments.strict))

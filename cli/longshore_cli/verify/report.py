@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from longshore_cli.aligned import aligned
@@ -38,10 +38,11 @@ class Load:
     text: str = ""
 
 
-def plan_line(plan: Plan, config: AgentConfig) -> str:
-    """Return what the deployment's layouts plan for a room, before its wire is known."""
+def plan_line(cache: str, plan: Plan, config: AgentConfig) -> str:
+    """Return what the deployment's layouts plan for a cache of a room, before its wire is known."""
     staging = config.transfer.staging.value
-    text = f"plan: {len(plan.pairs)} pairs of ranks, {plan.way.label}"
+    name = f" of {cache}" if len(config.model.all_caches) > 1 else ""
+    text = f"plan{name}: {len(plan.pairs)} pairs of ranks, {plan.way.label}"
     if plan.way is not Way.STAGED or config.transfer.staging is not Staging.AUTO:
         return f"{text} (transfer.staging: {staging})"
     return f"{text}; with transfer.staging: {staging}, decode may choose in place by the measurements for a wire"
@@ -81,11 +82,11 @@ def summary(judged: Sequence[Judged], pair_count: int) -> str:
     return f"{text}; {', '.join(more)}" if more else text
 
 
-def verify_json(judged: Sequence[Judged], pair_count: int, plan: Plan) -> str:
-    """Return all results as JSON."""
+def verify_json(judged: Sequence[Judged], pair_count: int, plans: Mapping[str, Plan]) -> str:
+    """Return all results as JSON. The numbers of the first cache's plan stand alone, too."""
     pairs = [asdict(each.pair) | {"expected": each.expected, "verdict": each.verdict.lower()} for each in judged]
-    planned = {"way": plan.way.label, "rank_pairs": len(plan.pairs)}
-    return as_json({"pairs": pairs, "pair_count": pair_count, "plan": planned})
+    planned = {name: {"way": plan.way.label, "rank_pairs": len(plan.pairs)} for name, plan in plans.items()}
+    return as_json({"pairs": pairs, "pair_count": pair_count, "plan": next(iter(planned.values())), "plans": planned})
 
 
 def load_table(loads: Sequence[Load]) -> list[str]:

@@ -19,6 +19,7 @@ from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
 from longshore_operator.world import ChildKey
 from longshore_spec.condition_reasons import ConditionType, Truth, is_known
 from longshore_spec.manifest import DisaggDeployment
+from longshore_wire.plan import Summary
 
 Body = dict[str, Any]
 _WAITING = frozenset({"AgentsUpdating", "AgentsNotReady"})
@@ -219,17 +220,23 @@ def _judge(
         "agents": seen.counts.status(),
     }
     if judged.plan is not None:
-        plan = judged.plan
-        status["plan"] = {
-            "way": plan.way,
-            "pairs": plan.pairs,
-            "bytesPerToken": plan.bytes_per_token,
-            "writesPerChunk": plan.writes_per_chunk,
-            "slicesPerChunk": plan.slices_per_chunk,
-        }
+        status["plan"] = _numbers(judged.plan)
+        if len(judged.caches) > 1:
+            status["plan"]["caches"] = [{"name": name, **_numbers(part)} for name, part in judged.caches.items()]
     if judged.manifest is not None:
         status |= _roles(observed, judged.manifest, found, placed, configs)
     return verdicts, status
+
+
+def _numbers(plan: Summary) -> Body:
+    found = {
+        "way": plan.way,
+        "pairs": plan.pairs,
+        "bytesPerToken": plan.bytes_per_token,
+        "writesPerChunk": plan.writes_per_chunk,
+        "slicesPerChunk": plan.slices_per_chunk,
+    }
+    return found | ({"slotBytes": plan.slot_bytes} if plan.slot_bytes else {})
 
 
 def _ready(compatible: Verdict, agents: Verdict) -> Verdict:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator.render.wanted import ImageChoice
@@ -25,6 +26,7 @@ class Judged:
     """A valid spec with `config` and `plan`, or its faults and the reason of Compatible.
 
     Attributes:
+        caches: the part of each cache in `plan`, by its name.
         unread: paths of fields that this release does not know, and ignores.
     """
 
@@ -34,6 +36,7 @@ class Judged:
     faults: tuple[str, ...] = ()
     reason: str = "InvalidSpec"
     unread: tuple[str, ...] = ()
+    caches: Mapping[str, Summary] = field(default_factory=dict)
 
     @property
     def paused(self) -> bool:
@@ -79,7 +82,8 @@ def judge_text(text: str) -> Judged:
         faults = [*faults, "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"]
     if faults:
         return Judged(read, None, None, tuple(faults), unread=unread)
-    return Judged(read, config, config.summary(), unread=unread)
+    caches = config.summaries()
+    return Judged(read, config, Summary.of_all(tuple(caches.values())), unread=unread, caches=caches)
 
 
 def message(faults: tuple[str, ...]) -> str:
