@@ -94,7 +94,12 @@ class SelfTest(msgspec.Struct, frozen=True):
 
 
 class LayoutStatus(msgspec.Struct, frozen=True):
-    """One rank's share of the cache; layers and heads are global, `end` is exclusive."""
+    """One rank's share of a cache; layers and heads are global, `end` is exclusive.
+
+    Attributes:
+        planes: (heads, bytes of a row, rows) of each; empty: K and V, or a latent, as the fields say.
+        others: the rank's other caches, each without others.
+    """
 
     layers: int
     kv_heads: int
@@ -116,9 +121,9 @@ class LayoutStatus(msgspec.Struct, frozen=True):
     layers_given: bool
     stage_layers: tuple[int, ...] | None
     blob_bytes: int
-    planes: tuple[
-        Plane, ...
-    ] = ()  # (heads, bytes of a row, rows) of each; empty: K and V, or a latent, as the fields say
+    planes: tuple[Plane, ...] = ()
+    name: str = "kv"
+    others: tuple[LayoutStatus, ...] = ()
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayoutStatus:
@@ -146,6 +151,8 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             stage_layers=layout.stage_layers,
             blob_bytes=layout.blob_bytes,
             planes=() if model == _usual(model) else model.planes,
+            name=layout.name,
+            others=tuple(map(cls.of, layout.caches[1:])),
         )
 
     def layout(self) -> KVLayout:
@@ -162,6 +169,8 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             layer_range=(self.first_layer, self.end_layer) if self.layers_given else None,
             stage_layers=self.stage_layers,
             blob_bytes=self.blob_bytes,
+            name=self.name,
+            others=tuple(other.layout() for other in self.others),
         )
 
 
@@ -357,6 +366,7 @@ class PairStatus(msgspec.Struct, frozen=True):
     Attributes:
         way: `none` if nothing is moved and the source only needs to know that.
         why: the reason of the way, as in the metrics; `undecided` while the wire is unknown.
+        cache: the index of the cache in the engine's layout.
         slabs_total: 0 before the source's Demand.
         busy: slabs that a lane or a scatter holds.
     """
@@ -372,6 +382,7 @@ class PairStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     why: str = ""
     peer_memory: str = "device"
+    cache: int = 0
 
 
 class RoomStatus(msgspec.Struct, frozen=True):

@@ -219,6 +219,8 @@ def test_one_room_moves_all_caches_between_unequal_ranks(
         assert ends(prefill, Half.SOURCE, room) == DONE
         put(decode, "expected", wanted, room, firsts)
         assert all(each.intact() for rank in decode.ranks for each in rank.pages)
+    for cache in numbers:
+        assert agents[0].metric("longshore_cache_bytes_total", cache=str(cache)) > 0
     prefill.close()
     decode.close()
 
@@ -232,9 +234,12 @@ def hybrid(agents: tuple[Agent, Agent]) -> Iterator[tuple[Side, Side]]:
     decode.close()
 
 
-def test_a_slot_is_offered_once_and_wanted_whole(hybrid: tuple[Side, Side]) -> None:
+def test_a_slot_is_offered_once_and_wanted_whole(agents: tuple[Agent, Agent], hybrid: tuple[Side, Side]) -> None:
     (source,), (target,) = (side.ranks for side in hybrid)
     endpoint, pages = source.client.endpoint(EVENT_LIMIT_S), list(range(PAGE_COUNT))
+    (engine,) = agents[0].worker("hybrid-p")["engines"]
+    shown = [engine["layout"], *engine["layout"]["others"]]
+    assert [(each["name"], each["order"]) for each in shown] == [("kv", "NHD"), ("gdn", "SLOT"), ("window", "NHD")]
     window = CacheTokens(2, pages[:4], TOKENS - WINDOW, TOKENS)
     text = "cache 'gdn' is a slot, which has the state after all tokens: offer it once, from token 0 and with `last`"
     for first, last in ((0, False), (16, True)):

@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
@@ -14,8 +15,8 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_spec.status import EngineStatus, InstanceStatus, PoolStatus
 from longshore_wire.claims import Wanted
 from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
-from longshore_wire.errors import LongshoreError, RoomError
-from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.errors import LayoutError, LongshoreError, RoomError
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane
 from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.target import TargetSession
 from longshore_wire.ways import Staging, Way, chosen_way
@@ -182,3 +183,25 @@ def test_a_latent_on_gpus_that_do_not_reach_each_other_is_staged_as_its_claim_wo
     source, target = instance("p", layout(1, model), GPU), instance("d", layout(1, model), GPU, near="")
     assert planned(source, target).pairs[0].way == Way.STAGED.name.capitalize()
     assert planned(source, instance("d", layout(1, model), GPU)).pairs[0].way == Way.DIRECT.name.capitalize()
+
+
+def test_the_plan_of_each_cache_of_two_instances_is_asked_for_by_its_name() -> None:
+    state = ModelShape(3, (Plane(8, 32, 3), Plane(1, 64, 2)), 2)
+    caches = [KVLayout(state, Parallel(tp=tp), 3, PageOrder.SLOT, name="ssm") for tp in (2, 1)]
+    sides = [
+        instance(name, replace(layout(tp), others=(cache,)), "cpu")
+        for name, tp, cache in zip("ab", (2, 1), caches, strict=True)
+    ]
+    assert all(side.endpoint().layout.caches[1] == cache for side, cache in zip(sides, caches, strict=True))
+    query = {"source": "a", "target": "b", "chunk_tokens": TOKENS}
+    found = [
+        answer(PlanQuery.model_validate(query | more), tuple(sides), PlanDefaults.of(Settings()))
+        for more in ({}, {"cache": "kv"}, {"cache": "ssm"})
+    ]
+    assert [(each.cache, each.bytes_per_token, each.slot_bytes) for each in found] == [
+        ("kv", 4 * 8 * 64 * 2 * 2, 0),
+        ("kv", 4 * 8 * 64 * 2 * 2, 0),
+        ("ssm", 0, 3 * (8 * 32 * 3 + 64 * 2)),
+    ]
+    with pytest.raises(LayoutError, match=r"^cache is 'conv': the instances have kv, ssm$"):
+        answer(PlanQuery.model_validate(query | {"cache": "conv"}), tuple(sides), PlanDefaults.of(Settings()))

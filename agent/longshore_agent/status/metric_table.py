@@ -134,6 +134,12 @@ TABLE: tuple[Metric, ...] = (
         ("way", "wire"),
         "Time of these writes, each from its start to its end. Concurrent writes share their wire.",
     ),
+    _counter(
+        "cache_bytes",
+        "bytes",
+        ("cache",),
+        "Bytes of slabs of each cache that reached their target. /v1/status has the caches' names.",
+    ),
     _counter("overtaken_writes", "writes", ("way",), "Writes of slabs that were in progress when their room failed."),
     _counter(
         "digests",

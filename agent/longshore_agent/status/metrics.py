@@ -290,7 +290,11 @@ def reference() -> str:
 
 
 # Descriptions of labels whose values the table does not list.
-_OPEN_LABELS: Mapping[str, str] = {"lane": "the lane's index", "message": "the message's type"}
+_OPEN_LABELS: Mapping[str, str] = {
+    "cache": "the cache's index in the engine's layout",
+    "lane": "the lane's index",
+    "message": "the message's type",
+}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
 from longshore_spec.status import EngineStatus, InstanceStatus
+from longshore_wire.claims import writer_count
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
@@ -25,7 +26,7 @@ from longshore_wire.layout import (
     Parallel,
 )
 from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.plan import Plan, Summary, plan
+from longshore_wire.plan import Plan, Summary, plans
 from longshore_wire.ways import Choice, Reach, Staging, Way, check_place, expected_way, is_near
 
 # A plan lists every rank. The limit is that of a large cluster, so that one request cannot block the agent.
@@ -45,6 +46,7 @@ class PlanQuery(BaseModel):
     source: str = Field("", description="A registered prefill instance; requires `target`.")
     target: str = Field("", description="A registered decode instance.")
     target_memory: Literal["device", "host"] = Field("device", description="The memory of its pages.")
+    cache: str = Field("", max_length=100, description="A cache of these instances. Left out: the first one.")
     layers: int = Field(80, ge=1, le=LAYERS_MAX)
     kv_heads: int = Field(8, ge=1, le=HEADS_MAX)
     head_dim: int = Field(128, ge=1, le=HEAD_DIM_MAX)
@@ -122,6 +124,8 @@ class PlanView(msgspec.Struct, frozen=True):
         way: the way of all pairs, or `Mixed`.
         backend, wire: the backend and wire for which the ways were chosen.
         rule: the name of the rule if `why` is `default`.
+        cache: of the two instances; a room also moves the others.
+        bytes_per_token, slot_bytes: over all pairs; a slot has no tokens.
         source_page_size, target_page_size: tokens.
     """
 
@@ -138,6 +142,8 @@ class PlanView(msgspec.Struct, frozen=True):
     pairs: tuple[PairView, ...]
     idle_sources: tuple[int, ...]
     idle_targets: tuple[int, ...]
+    cache: str = "kv"
+    slot_bytes: int = 0
 
 
 def answer(
@@ -175,20 +181,33 @@ def answer(
     over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
     # Ranks of one target may use different devices. Each chooses the way of its own pairs.
     reaches = [_reach(named, rank, staging, engines) for rank in range(target.rank_count)]
-    plans = [plan(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
+    planned = [plans(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
+    cache, name = _cache(query.cache, source)
     ways = []
     # The pairs of these plans differ only in their ways.
-    for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
-        found, reach = plans[rank], reaches[rank]
+    for index, rank in enumerate(pair.target_rank for pair in planned[0][cache].pairs):
+        found, reach = planned[rank][cache], reaches[rank]
         pair = found.open_pair(
-            found.pairs[index], (0, chunk_tokens), lane_bytes=slab_bytes, ring_bytes=defaults.ring_bytes
+            found.pairs[index],
+            (0, chunk_tokens),
+            lane_bytes=slab_bytes,
+            ring_bytes=defaults.ring_bytes,
+            writer_count=writer_count(planned[rank], rank),
         )
         choice = expected_way(pair, reach, defaults.crossover, over, force_way=defaults.force_way)
         check_place(choice.way, f"decode {query.target}", in_place=reach.target_in_place)
         check_place(choice.way, f"prefill {query.source}", in_place=reach.in_place)
         ways.append(choice)
-    chosen = plans[0].with_ways([choice.way for choice in ways])
-    return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
+    chosen = planned[0][cache].with_ways([choice.way for choice in ways])
+    return _view(name, chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
+
+
+def _cache(asked: str, layout: KVLayout) -> tuple[int, str]:
+    """Return the index and the name of a cache. Raises LayoutError if it is none of the layout's."""
+    names = [cache.name for cache in layout.caches]
+    if asked and asked not in names:
+        raise LayoutError(f"cache is {asked!r}: the instances have {', '.join(names)}")
+    return (names.index(asked) if asked else 0), asked or names[0]
 
 
 def _reach(
@@ -243,6 +262,7 @@ def _layout(query: PlanQuery, side: Literal["prefill", "decode"]) -> KVLayout:
 
 
 def _view(
+    cache: str,
     found: Plan,
     ways: list[Choice],
     summary: Summary,
@@ -256,6 +276,8 @@ def _view(
         wire=over[1],
         rule=crossover.default.name,
         bytes_per_token=summary.bytes_per_token,
+        slot_bytes=summary.slot_bytes,
+        cache=cache,
         chunk_tokens=chunk_tokens,
         writes_per_chunk=summary.writes_per_chunk,
         slices_per_chunk=summary.slices_per_chunk,
@@ -269,7 +291,7 @@ def _view(
                 end_layer=pair.layers[1],
                 first_head=pair.heads[0],
                 end_head=pair.heads[1],
-                bytes_per_token=pair.token_bytes,
+                bytes_per_token=0 if pair.slot else pair.token_bytes,
                 way=pair.way.name.capitalize(),
                 why=choice.why.label,
                 staged_s=choice.staged_s,

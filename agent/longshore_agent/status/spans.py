@@ -196,7 +196,7 @@ class StageLog:
         self._do: Callable[..., None] = metrics.later if later else _now
         # Looking a series up takes longer than counting in it.
         self._stages: dict[str, tuple[Count, Count]] = {}
-        self._written: dict[tuple[str, str], tuple[Count, Count]] = {}
+        self._written: dict[tuple[str, str, int], tuple[Count, Count, Count]] = {}
         self._writes = metrics.counter("longshore_writes_total", way=Way.STAGED.label)
         self._pieces = metrics.counter("longshore_write_pieces_total", way=Way.STAGED.label)
 
@@ -213,7 +213,8 @@ class StageLog:
     def written(self, effect: StartWrite, lane: int, start_ns: int, end_ns: int, wire: str) -> None:
         """Record that all bytes of a slab were written from `start_ns` to `end_ns` over a wire."""
         self._spans.record("write", effect.pair, effect.slab, lane, start_ns, end_ns)
-        self._do(self._count_written, end_ns - start_ns, effect.payload_bytes, effect.way.label, wire)
+        way, cache = effect.way.label, effect.pair.cache
+        self._do(self._count_written, end_ns - start_ns, effect.payload_bytes, way, wire, cache)
 
     def count(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value` to a counter."""
@@ -235,16 +236,18 @@ class StageLog:
         self._writes(1)
         self._pieces(piece_count)
 
-    def _count_written(self, length_ns: int, payload_bytes: int, way: str, wire: str) -> None:
+    def _count_written(self, length_ns: int, payload_bytes: int, way: str, wire: str, cache: int) -> None:
         self._count_stage("write", length_ns, payload_bytes)
-        found = self._written.get((way, wire))
+        found = self._written.get((way, wire, cache))
         if found is None:
-            found = self._written[way, wire] = (
+            found = self._written[way, wire, cache] = (
                 self._metrics.counter("longshore_written_bytes_total", way=way, wire=wire),
                 self._metrics.counter("longshore_written_seconds_total", way=way, wire=wire),
+                self._metrics.counter("longshore_cache_bytes_total", cache=cache),
             )
-        add_bytes, add_seconds = found
+        add_bytes, add_seconds, add_cache_bytes = found
         add_bytes(payload_bytes)
+        add_cache_bytes(payload_bytes)
         add_seconds(length_ns / 1e9)
 
 

@@ -436,4 +436,5 @@ def _pair(pair: SourcePair | TargetPair, state: str, done_count: int, open_count
         open_count,
         why=pair.why.label if moves else "",
         peer_memory=pair.peer.memory.label,
+        cache=pair.pair.cache,
     )

@@ -209,14 +209,23 @@ def _worker(worker: Worker) -> Text:
 def _engine(engine: EngineStatus) -> Text:
     layout = engine.layout
     parts = [f"TP {layout.tp}", *([f"PP {layout.pp}"] * (layout.pp > 1)), *([f"DP {layout.dp}"] * (layout.dp > 1))]
-    pages = sum(pool.page_count for pool in engine.pools)
     held = size(sum(pool.total_bytes for pool in engine.pools))
     memory = " in host memory" if engine.memory == "host" else ""
     # Of an engine in another PID namespace the kernel tells no PID.
     pid = f", pid {engine.pid}" if engine.pid else ""
     return _line(
-        f"engine {engine.instance} rank {engine.rank}: {', '.join(parts)}, {pages} pages of {layout.page_size} tokens, "
+        f"engine {engine.instance} rank {engine.rank}: {', '.join(parts)}, {_caches(engine)}, "
         f"{held}{memory}{pid}, since {age(engine.connected_s)}"
+    )
+
+
+def _caches(engine: EngineStatus) -> str:
+    """Return the pages of each cache, with its name if there are several."""
+    pages = {pool.pool: pool.page_count for pool in engine.pools}
+    layouts = (engine.layout, *engine.layout.others)
+    return ", ".join(
+        f"{f'{layout.name}: ' if len(layouts) > 1 else ''}{pages.get(index, 0)} {layout.layout().pages_text}"
+        for index, layout in enumerate(layouts)
     )
 
 
