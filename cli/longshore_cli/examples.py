@@ -20,6 +20,10 @@ EXAMPLES = {
         "longshore analyze -f examples/llama-70b.yaml",
         "kubectl get dgdep llama-70b -o yaml | longshore analyze -f examples/llama-70b.yaml --running -",
     ),
+    "model": (
+        "longshore model Qwen3.5-397B-A17B/config.json",
+        "longshore model DeepSeek-V3.2 --kv-dtype float8_e4m3fn --draft-layers 1",
+    ),
     "check": (
         "longshore check --pre -f examples/llama-70b.yaml   # before an installation",
         "longshore check llama-70b                          # after it: one deployment of the context's namespace",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from longshore_cli import analyze, check, completion, dump, examples, laboratory, rooms, status, up, verify
+from longshore_cli import analyze, check, completion, dump, examples, laboratory, model, rooms, status, up, verify
 from longshore_cli.arguments import EXIT_INVALID, ArgumentsError
 from longshore_cli.lifetime import SIGNAL_STATUS
 from longshore_cli.local_agents import make_keys
@@ -68,6 +68,7 @@ def _commands() -> tuple[_Command, ...]:
             analyze.add_arguments,
             analyze.run,
         ),
+        _Command("model", "print spec.model from a model's config.json", model.add_arguments, model.run),
         _Command(
             "check",
             "check a cluster before an installation (--pre), or what runs after it",

@@ -1,0 +1,345 @@
+"""The command `longshore model`: reads a model's `config.json` of Hugging Face and prints `spec.model` of a DisaggDeployment.
+
+The caches follow from fields of the config, not from the name of its family: each kind of layer is read where configs
+have it. What a config leaves to the engine is an argument, or is assumed and told in a comment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from longshore_cli.arguments import ArgumentsError, whole
+from longshore_cli.words import as_json, plain_lines
+from longshore_spec.agent_config import Attention, Cache, Dtype, Model, Plane, Unit
+from longshore_spec.strict_document import plain
+from longshore_wire.errors import LongshoreError, Reason
+
+_FILE_BYTES_MAX = 8 << 20
+# One index key has a scale of four bytes for each 128 elements, of one byte each.
+_SCALED_ELEMENTS, _SCALE_BYTES = 128, 4
+# A row of a sparse model's latent in fp8: 512 elements, 4 scales, and the rotary part in bfloat16.
+_SCALED_LATENT_BYTES = 656
+# Mamba 1 splits channels, which have no heads of their own.
+_CHANNELS = 64
+_FULL, _WINDOW, _STATE, _BOTH, _NONE = "full", "window", "state", "both", "none"
+_KINDS = {
+    "full_attention": _FULL,
+    "indexed_attention": _FULL,
+    "attention": _FULL,
+    "*": _FULL,
+    "sliding_attention": _WINDOW,
+    "chunked_attention": _WINDOW,
+    "linear_attention": _STATE,
+    "mamba": _STATE,
+    "M": _STATE,
+    "moe": _NONE,
+    "mlp": _NONE,
+    "-": _NONE,
+    "E": _NONE,
+}
+# Families with whose configs this was tried.
+# fmt: off
+KNOWN = frozenset({
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "gpt_oss", "gemma3", "gemma3_text", "llama4",
+    "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3",
+    "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "nemotron_h",
+    "granitemoehybrid", "bamba", "falcon_h1", "jamba",
+})
+# fmt: on
+
+
+class ModelError(LongshoreError):
+    """The caches do not follow from a config; names the field."""
+
+    reason = Reason.UNSUPPORTED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.description = "Print spec.model of a DisaggDeployment from a model's config.json of Hugging Face."
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the file, or the model's directory")
+    dtypes = [each.value for each in Dtype]
+    parser.add_argument(
+        "--kv-dtype",
+        choices=dtypes,
+        help="of K and V, or of latents, as the engine is started (the model's)",
+    )
+    parser.add_argument(
+        "--ssm-dtype",
+        choices=dtypes,
+        help="of recurrent states, as the engine is started (that of the config, else float32)",
+    )
+    parser.add_argument(
+        "--conv-order",
+        choices=("SD", "DS"),
+        default="SD",
+        help="of conv states: SD, rows of channels, is vLLM's default; DS, channels of rows, is SGLang's (SD)",
+    )
+    parser.add_argument("--draft-layers", type=whole(0), default=0, help="draft layers with a cache of their own (0)")
+    parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the model; return 0. Raises ArgumentsError or ModelError."""
+    model, notes = model_of(
+        _config(arguments.config),
+        kv_dtype=Dtype(arguments.kv_dtype) if arguments.kv_dtype else None,
+        ssm_dtype=Dtype(arguments.ssm_dtype) if arguments.ssm_dtype else None,
+        conv_order=arguments.conv_order,
+        draft_layers=arguments.draft_layers,
+    )
+    if arguments.output == "json":
+        print(as_json({"model": plain(model), "notes": notes}))
+    else:
+        print("\n".join([*(plain_lines(f"# {note}") for note in notes), *_yaml(model)]))
+    return 0
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_FILE_BYTES_MAX + 1)
+        found = json.loads(data)
+    except OSError as error:
+        raise ArgumentsError(f"{file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ArgumentsError(f"{file}: not JSON: {error}") from error
+    if len(data) > _FILE_BYTES_MAX or not isinstance(found, dict):
+        raise ArgumentsError(f"{file}: give the config.json of a model, a mapping of at most {_FILE_BYTES_MAX} bytes")
+    return found
+
+
+def _yaml(model: Model) -> Iterator[str]:
+    fields = plain(model)
+    caches = fields.pop("caches", None)
+    if not isinstance(caches, list):
+        yield f"model: {_flow(fields)}"
+        return
+    yield "model:"
+    yield "  caches:"
+    yield from (f"  - {_flow(each)}" for each in caches)
+
+
+def _flow(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(entry)}" for key, entry in value.items()) + "}"
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
+
+
+def model_of(
+    config: Mapping[str, Any],
+    *,
+    kv_dtype: Dtype | None = None,
+    ssm_dtype: Dtype | None = None,
+    conv_order: str = "SD",
+    draft_layers: int = 0,
+) -> tuple[Model, list[str]]:
+    """Return the model of a config, and what is assumed.
+
+    Args:
+        config: the content of `config.json`.
+        kv_dtype, ssm_dtype: of the engine; None: as the config says.
+        conv_order: SD or DS; see `add_arguments`.
+        draft_layers: layers of a draft, shaped as those of the model.
+    Raises:
+        ModelError: a field is missing or has a value that is not known; names it.
+    """
+    reader = _Reader(config, kv_dtype, ssm_dtype, conv_order)
+    found = list(reader.caches(draft_layers))
+    short = _short(found[0]) if len(found) == 1 else None
+    model = short or Model(caches=tuple(found))
+    try:
+        return msgspec.convert(msgspec.to_builtins(model), Model), reader.notes
+    except msgspec.ValidationError as error:
+        raise ModelError(f"the config leads to a model that cannot be: {error}") from error
+
+
+def _short(cache: Cache) -> Model | None:
+    """Return the short form of a cache; None: it has none."""
+    planes = cache.planes
+    if cache.unit is not Unit.TOKEN or cache.window or len(set(planes)) > 1:
+        return None
+    attention = Attention.MLA if len(planes) == 1 else Attention.GQA
+    heads, width = planes[0].heads, planes[0].width
+    return Model(attention=attention, layers=cache.layers, kv_heads=heads, head_dim=width, dtype=cache.dtype)
+
+
+class _Reader:
+    """Reads the fields of one config, and keeps what it assumes."""
+
+    def __init__(
+        self, config: Mapping[str, Any], kv_dtype: Dtype | None, ssm_dtype: Dtype | None, conv_order: str
+    ) -> None:
+        text = config.get("text_config") or config.get("llm_config") or {}
+        inner = {key: value for key, value in dict(text).items() if value is not None} if isinstance(text, dict) else {}
+        self._fields = {**config, **inner}
+        self._kv_dtype, self._ssm_dtype, self._is_sd = kv_dtype, ssm_dtype, conv_order == "SD"
+        self.notes: list[str] = []
+        name = self._fields.get("model_type") or config.get("model_type")
+        if name not in KNOWN:
+            self.notes.append(f"model_type is {name!r}, which was not tried: compare with what the engine allocates")
+        if "compress_ratios" in self._fields:
+            raise ModelError("compress_ratios: compressed caches of several page sizes are not supported")
+
+    def caches(self, draft_layers: int) -> Iterator[Cache]:
+        """Yield all caches: what has tokens first."""
+        kinds = self._kinds()
+        # The last layers of some models read the cache of earlier ones.
+        kinds = kinds[: len(kinds) - self._number("num_kv_shared_layers", default=0)]
+        full = sum(kind in (_FULL, _BOTH) for kind in kinds)
+        windows, states = kinds.count(_WINDOW), sum(kind in (_STATE, _BOTH) for kind in kinds)
+        name = "latent" if self._fields.get("kv_lora_rank") else "kv"
+        if full:
+            yield self._tokens(name, full, is_full=True)
+        if full and self._fields.get("index_topk"):
+            yield self._index(full)
+        if windows:
+            sizes = (self._fields.get("sliding_window"), self._fields.get("attention_chunk_size"))
+            window = next((size for size in sizes if size), 0)
+            yield self._tokens("window" if full else name, windows, is_full=False, window=window)
+        if states:
+            conv, ssm = self._state()
+            width, rows = self._dtype(), self._conv_rows()
+            planes = [
+                Plane(heads=heads, width=each, rows=rows) if self._is_sd else Plane(heads=heads, width=each * rows)
+                for heads, each in conv
+            ]
+            yield Cache(name="conv", layers=states, unit=Unit.SLOT, dtype=width, planes=tuple(planes))
+            yield Cache(name="ssm", layers=states, unit=Unit.SLOT, dtype=self._state_dtype(), planes=(ssm,))
+        if draft_layers:
+            yield self._tokens("draft", draft_layers, is_full=True)
+
+    def _kinds(self) -> list[str]:
+        """Return the kind of each layer."""
+        fields = self._fields
+        listed = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
+        if listed:
+            unknown = sorted({str(kind) for kind in listed} - _KINDS.keys())
+            if unknown:
+                raise ModelError(f"layer_types has {', '.join(unknown)}: known are {', '.join(_KINDS)}")
+            return [_KINDS[kind] for kind in listed]
+        count = self._number("num_hidden_layers")
+        if isinstance(linear := fields.get("linear_attn_config"), dict):
+            # They are counted from 1.
+            states = set(linear.get("kda_layers", ()))
+            return [_STATE if layer + 1 in states else _FULL for layer in range(count)]
+        if (indices := fields.get("attn_layer_indices")) is not None or fields.get("model_type") == "bamba":
+            return [_FULL if layer in (indices or ()) else _STATE for layer in range(count)]
+        if "attn_layer_period" in fields:
+            period, offset = self._number("attn_layer_period"), self._number("attn_layer_offset")
+            return [_FULL if layer % period == offset else _STATE for layer in range(count)]
+        if "linear_num_value_heads" in fields:
+            interval = self._number("full_attention_interval", default=4)
+            return [_STATE if (layer + 1) % interval else _FULL for layer in range(count)]
+        if fields.get("mamba_d_ssm"):
+            return [_BOTH] * count
+        return self._windows(count)
+
+    def _windows(self, count: int) -> list[str]:
+        fields = self._fields
+        if fields.get("attention_chunk_size"):
+            rope = fields.get("no_rope_layers") or [(layer + 1) % 4 for layer in range(count)]
+            return [_WINDOW if each else _FULL for each in rope[:count]]
+        if not fields.get("sliding_window") or fields.get("use_sliding_window") is False:
+            return [_FULL] * count
+        pattern = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern")
+        if pattern is None and str(fields.get("model_type", "")).startswith("gemma3"):
+            pattern = 6
+        return [_FULL if pattern and (layer + 1) % pattern == 0 else _WINDOW for layer in range(count)]
+
+    def _tokens(self, name: str, layers: int, *, is_full: bool, window: int = 0) -> Cache:
+        """Return K and V, or a latent."""
+        fields, dtype = self._fields, self._kv_dtype or self._dtype()
+        if fields.get("kv_lora_rank"):
+            width = self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
+            if fields.get("index_topk") and dtype.element_bytes == 1:
+                width, dtype = _SCALED_LATENT_BYTES, Dtype.UINT8
+            return Cache(name=name, layers=layers, dtype=dtype, planes=(Plane(heads=1, width=width),))
+        heads = self._number("num_key_value_heads", "num_attention_heads")
+        width = fields.get("head_dim") or self._number("hidden_size") // self._number("num_attention_heads")
+        if is_full:
+            # The full layers of some models have heads of their own.
+            heads = fields.get("num_global_key_value_heads") or heads
+            width = fields.get("global_head_dim") or width
+        values = fields.get("v_head_dim") or width
+        planes = (Plane(heads=heads, width=width), Plane(heads=heads, width=values))
+        return Cache(name=name, layers=layers, dtype=dtype, planes=planes, window=window)
+
+    def _index(self, layers: int) -> Cache:
+        """Return the index keys of sparse attention. Layers may read those of an earlier one."""
+        width = self._number("index_head_dim")
+        types = self._fields.get("indexer_types")
+        own = sum(kind == "full" for kind in types) if isinstance(types, list) else layers
+        scaled = width + _SCALE_BYTES * -(-width // _SCALED_ELEMENTS)
+        planes = (Plane(heads=1, width=scaled),)
+        return Cache(name="index", layers=own, unit=Unit.PAGE, dtype=Dtype.UINT8, planes=planes)
+
+    def _state(self) -> tuple[list[tuple[int, int]], Plane]:
+        """Return the sections of a conv state, as (heads, channels of each), and the recurrent state."""
+        fields = self._fields
+        if isinstance(linear := fields.get("linear_attn_config"), dict):
+            heads, width = linear.get("num_heads"), linear.get("head_dim")
+            if not heads or not width:
+                raise ModelError("linear_attn_config: num_heads or head_dim is missing")
+            return [(heads, width)] * 3, Plane(heads=heads, width=width * width)
+        if "linear_num_heads" in fields:
+            heads, width = self._number("linear_num_heads"), self._number("linear_head_dim")
+            return [(heads, width)] * 3, Plane(heads=heads, width=width * width)
+        if "linear_num_value_heads" in fields:
+            keys, key = self._number("linear_num_key_heads"), self._number("linear_key_head_dim")
+            heads, width = self._number("linear_num_value_heads"), self._number("linear_value_head_dim")
+            return [(keys, key), (keys, key), (heads, width)], Plane(heads=heads, width=key * width)
+        state = self._number("ssm_state_size", "mamba_d_state", "state_size")
+        if "mamba_dt_rank" in fields:
+            heads = self._number("mamba_expand") * self._number("hidden_size") // _CHANNELS
+            return [(heads, _CHANNELS)], Plane(heads=heads, width=_CHANNELS * state)
+        heads = self._number("mamba_num_heads", "mamba_n_heads")
+        width = self._number("mamba_head_dim", "mamba_d_head")
+        groups = self._number("mamba_n_groups", "n_groups")
+        return [(heads, width), (groups, state), (groups, state)], Plane(heads=heads, width=width * state)
+
+    def _conv_rows(self) -> int:
+        linear = self._fields.get("linear_attn_config")
+        if isinstance(linear, dict) and linear.get("short_conv_kernel_size"):
+            return int(linear["short_conv_kernel_size"]) - 1
+        return self._number("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv") - 1
+
+    def _dtype(self) -> Dtype:
+        name = self._fields.get("dtype") or self._fields.get("torch_dtype")
+        if name is None and not any("dtype" in note for note in self.notes):
+            self.notes.append("dtype: the config has none, bfloat16 is assumed")
+        return self._as_dtype("dtype", name or "bfloat16")
+
+    def _state_dtype(self) -> Dtype:
+        name = self._fields.get("mamba_ssm_dtype") or self._fields.get("mamba_ssm_cache_dtype")
+        if self._ssm_dtype is None and name is None:
+            self.notes.append("ssm: the config has no dtype of states, float32 is assumed: give --ssm-dtype")
+        return self._ssm_dtype or self._as_dtype("mamba_ssm_dtype", name or "float32")
+
+    @staticmethod
+    def _as_dtype(field: str, name: object) -> Dtype:
+        try:
+            return Dtype(name)
+        except ValueError as error:
+            known = ", ".join(each.value for each in Dtype)
+            raise ModelError(f"{field} is {str(name)[:60]!r}: known are {known}") from error
+
+    def _number(self, *names: str, default: int | None = None) -> int:
+        """Return the first of these fields that is given. Raises ModelError if it is no number of at least 0."""
+        for name in names:
+            value = self._fields.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 30:
+                raise ModelError(f"{name} is {str(value)[:60]!r}: a whole number is needed")
+            return value
+        if default is None:
+            raise ModelError(f"{' or '.join(names)} is missing")
+        return default
