@@ -83,7 +83,7 @@ def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes
     """Return the units of a slab: about `count_min` slabs a claim, so that their stages overlap, within the limits.
 
     Args:
-        unit_bytes: bytes of one unit between this pair of ranks: a token, or a page whose content is opaque.
+        unit_bytes: bytes of one unit between this pair of ranks: a token, a page whose content is opaque, or a layer of a slot.
         unit_count: units in the claim.
         limit_bytes: see `slab_limit_bytes`.
         minimum_bytes: smaller slabs would cost more control than they gain by overlap.
@@ -93,7 +93,7 @@ def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes
     """
     if unit_bytes > limit_bytes:
         raise RingError(
-            f"one token (one page, where it is opaque) is {unit_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
+            f"one unit (a token, an opaque page, or a layer of a slot) is {unit_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
             "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank)"
         )
     wanted_bytes = max(minimum_bytes, -(-unit_count * unit_bytes // count_min))
