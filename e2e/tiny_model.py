@@ -7,7 +7,7 @@ ones the most likely next token would not depend on the prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,9 +24,11 @@ POSITIONS_MAX = 2048
 SEED = 0
 WEIGHT_DEVIATION = 0.2
 ELEMENT_BYTES = 4
-# Elements of the DeepSeek model's latent, and of the part of a key that knows its position.
-LATENT = 64
-POSITIONAL = 16
+# Elements of the DeepSeek model's latent, and of the part of a key that knows its position. vLLM knows no other sizes on CPUs.
+LATENT = 512
+POSITIONAL = 64
+# Tokens that the windowed layers of the Gemma model see; every third layer sees all.
+WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,26 @@ def make(directory: Path, kv_heads: int) -> TinyModel:
     return _write(path, kv_heads, _config(kv_heads), _weights(sizes, _attention(sizes, kv_heads)))
 
 
-def make_latent(directory: Path) -> TinyModel:
-    """Write a DeepSeek model with MLA and without experts below `directory` and return it."""
+def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
+    """Write a DeepSeek model with MLA and without experts below `directory` and return it.
+
+    Args:
+        has_yarn: the only kind of positions that SGLang has for MLA on CPUs. vLLM refuses the config in which SGLang finds it.
+    """
     weights = _weights(_sizes(HEADS), _latent_attention())
-    return _write(directory / "deepseek", 1, _latent_config(), weights)
+    config = (
+        _latent_config()
+        if has_yarn
+        else {key: _latent_config()[key] for key in _latent_config().keys() - {"rope_scaling"}}
+    )
+    return _write(directory / "deepseek", 1, config, weights)
+
+
+def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Gemma model, most of whose layers see a window, below `directory` and return it."""
+    sizes = _sizes(kv_heads)
+    weights = _weights(sizes, _attention(sizes, kv_heads), ("pre_feedforward_layernorm", "post_feedforward_layernorm"))
+    return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), weights)
 
 
 def _write(path: Path, kv_heads: int, config: dict[str, object], weights: dict[str, np.ndarray]) -> TinyModel:
@@ -125,6 +143,19 @@ def _latent_config() -> dict[str, object]:
     }
 
 
+def _windowed_config(kv_heads: int) -> dict[str, object]:
+    kinds = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(LAYERS)]
+    return _config(kv_heads) | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": HEAD_DIM,
+        "sliding_window": WINDOW,
+        "layer_types": kinds,
+        "rope_local_base_freq": 10000.0,
+    }
+
+
 def _attention(sizes: _Sizes, kv_heads: int) -> dict[str, tuple[int, ...]]:
     return {
         "q_proj": (sizes.heads * HEAD_DIM, HIDDEN),
@@ -146,8 +177,15 @@ def _latent_attention() -> dict[str, tuple[int, ...]]:
     }
 
 
-def _weights(sizes: _Sizes, attention: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Return random matrices, and norms of ones; `attention` has the shapes of a layer's weights for attention."""
+def _weights(
+    sizes: _Sizes, attention: Mapping[str, tuple[int, ...]], norms: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """Return random matrices, and norms of ones.
+
+    Args:
+        attention: the shapes of a layer's weights for attention.
+        norms: of a layer, beyond the usual ones.
+    """
     generator = np.random.default_rng(SEED)
 
     def made(*shape: int) -> np.ndarray:
@@ -166,6 +204,7 @@ def _weights(sizes: _Sizes, attention: Mapping[str, tuple[int, ...]]) -> dict[st
             f"{name}.mlp.up_proj.weight": made(sizes.inner, HIDDEN),
             f"{name}.mlp.down_proj.weight": made(HIDDEN, sizes.inner),
         }
+        weights |= {f"{name}.{norm}.weight": made(HIDDEN) for norm in norms}
     return weights | {"model.norm.weight": made(HIDDEN), "lm_head.weight": made(sizes.vocabulary, HIDDEN)}
 
 

@@ -66,6 +66,7 @@ class Scene:
     Attributes:
         zero: while this file exists, received KV is zeroed; see `zeroing`.
         hold: while this file exists, prefill stands still between two chunks at the token that it names.
+        keep: while this folder exists, ranks write the bytes of the blocks that they offer and receive.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Scene:
         self._logs = nursery.directory
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
-        self.zero, self.hold = self._directory / "zero", self._directory / "hold"
+        self.zero, self.hold, self.keep = (self._directory / name for name in ("zero", "hold", "keep"))
         if keys is None:
             keys = self._directory / "keys"
             make_keys(keys)
@@ -117,7 +118,8 @@ class Scene:
                     "pages": side.pages,
                 },
             }
-            environment = {"E2E_VLLM_ZERO": str(self.zero), "E2E_VLLM_HOLD": str(self.hold)}
+            switches = {"ZERO": self.zero, "HOLD": self.hold, "KEEP": self.keep}
+            environment = {f"E2E_VLLM_{name}": str(path) for name, path in switches.items()}
             if side.connectors:
                 transfer = self._several(side, transfer)
                 environment["PYTHONPATH"] = os.pathsep.join(map(str, [plugins, *OUR_PATHS]))

@@ -56,7 +56,7 @@ class PageFormat(enum.Enum):
     """
 
     BLOB = enum.auto()  # unknown, or of no use to other engines: moved whole
-    TOKEN_ROWS = enum.auto()  # of each token its K, then its V
+    TOKEN_ROWS = enum.auto()  # of each token its K, then its V; or its latent
     TRANSPOSED_KEYS = enum.auto()  # K with adjacent tokens, [head_dim, tokens]; then V, [tokens, head_dim]
 
 
@@ -68,6 +68,7 @@ class CacheShape(NamedTuple):
     head_dim: int
     parallel: Parallel
     stage_layers: tuple[int, ...] | None = None
+    is_latent: bool = False  # MLA: one latent a token, of any length, and no heads to split
 
 
 class SharedCache(NamedTuple):
@@ -107,7 +108,9 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
         _check_tensor(name, tensors[name], names[0], first)
     _, heads, tokens, content = first.shape
     layout = KVLayout(
-        ModelShape.kv(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
+        ModelShape.latent(cache.layers, content, first.element_size())
+        if cache.is_latent
+        else ModelShape.kv(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
         cache.parallel,
         tokens,
         PageOrder.OPAQUE if pages is PageFormat.BLOB else PageOrder.HND,
@@ -115,7 +118,7 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
         blob_bytes=tokens * content * first.element_size() if pages is PageFormat.BLOB else 0,
     )
     layout.check()
-    if pages is not PageFormat.BLOB and content != 2 * cache.head_dim:
+    if pages is not PageFormat.BLOB and not cache.is_latent and content != 2 * cache.head_dim:
         raise LayoutError(
             f"layer {names[0]} keeps {content} elements of a token and head: K and V have {2 * cache.head_dim} together"
         )
@@ -127,7 +130,7 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
     if heads != len(layout.heads):
         raise LayoutError(
             f"layer {names[0]} has {heads} KV heads on this rank and should have {len(layout.heads)}, "
-            f"of {cache.kv_heads} with tensor parallel size {cache.parallel.tp}"
+            f"of {layout.model.kv_heads} with tensor parallel size {cache.parallel.tp}"
         )
     return layout
 
@@ -243,6 +246,8 @@ def _planes(blocks: Sequence[_Blocks], layout: KVLayout, pages: PageFormat) -> t
         return tuple(PlaneGeometry(*each, 0, layout.opaque_bytes) for each in blocks)
     row, element = layout.model.head_bytes, layout.model.element_bytes
     half = layout.page_size * row
+    if layout.model.kinds == 1:
+        return tuple(PlaneGeometry(*each, row, half) for each in blocks)
     if pages is PageFormat.TRANSPOSED_KEYS:
         keys, values = (0, element, 2 * half, layout.page_size * element), (half, row, 2 * half, 0)
     else:

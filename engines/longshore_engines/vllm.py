@@ -236,7 +236,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             for region in shared.regions:
                 if isinstance(region, int):
                     os.close(region)
-        self._content = f"{written_by} {dtype}" if pages is PageFormat.BLOB else token_content(dtype)
+        if pages is PageFormat.BLOB:
+            self._content = f"{written_by} {dtype}"
+        else:
+            self._content = f"vLLM's latents of {dtype}" if shared.layout.model.kinds == 1 else token_content(dtype)
         parallel = shared.layout.parallel
         self._rooms = RankRooms(
             self._client, self._setting.limit_s, asks=parallel.tp_rank == 0 and parallel.pp_rank == 0
@@ -370,6 +373,7 @@ def _cache_shape(vllm_config: Any) -> CacheShape:
             dp_rank=parallel.data_parallel_rank,
         ),
         _stage_layers(layers, stages) if stages > 1 else None,
+        is_latent=model.use_mla,
     )
 
 

@@ -27,6 +27,13 @@ PAGE_FORMATS = {
     "CPU_ATTN vec": PageFormat.TRANSPOSED_KEYS,
     "FLASH_ATTN": PageFormat.TOKEN_ROWS,
     "TRITON_ATTN": PageFormat.TOKEN_ROWS,
+    # MLA: a latent, then its rotary part.
+    "CPU_MLA": PageFormat.TOKEN_ROWS,
+    "CUTLASS_MLA": PageFormat.TOKEN_ROWS,
+    "FLASHINFER_MLA": PageFormat.TOKEN_ROWS,
+    "FLASHMLA": PageFormat.TOKEN_ROWS,
+    "FLASH_ATTN_MLA": PageFormat.TOKEN_ROWS,
+    "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
 
@@ -131,8 +138,6 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ArgumentError(
             f"the model's cache has {groups} groups of layers (hybrid attention or state): only one kind is moved"
         )
-    if model.use_mla:
-        raise ArgumentError("the model uses MLA: its latent has no heads to split, and this connector does not move it")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise ArgumentError(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}: tokens of a sequence would lie "
