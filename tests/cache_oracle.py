@@ -14,24 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_client.memory import create_region
-from longshore_lab.test_engine.pages import held_heads, held_layers
-from longshore_wire.layout import KVLayout, PageOrder, Plane, PlaneGeometry, PoolGeometry
+from longshore_lab.test_engine.pages import held_heads, held_layers, page_rows, planes_of
+from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xDE
-
-
-def planes_of(layout: KVLayout) -> list[Plane]:
-    """Return the planes of a layer. Opaque pages have one, of which a row is a blob."""
-    planes = list(layout.model.planes)
-    if layout.order is not PageOrder.OPAQUE:
-        return planes
-    return [Plane(planes[0].heads, layout.blob_bytes or layout.page_size * sum(plane.row_bytes for plane in planes))]
-
-
-def page_rows(layout: KVLayout, plane: Plane) -> int:
-    """Return the rows of one head in a page."""
-    return {PageOrder.SLOT: plane.rows, PageOrder.OPAQUE: 1}.get(layout.order, layout.page_size)
 
 
 def content(seed: int, layout: KVLayout, end_token: int) -> list[Bytes]:

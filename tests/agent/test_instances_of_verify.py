@@ -6,8 +6,10 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 from agent_fleet import World
 from agent_world import EVENT_LIMIT_S, Agent, wait_for
+from test_agent_caches import FAMILIES, TOKENS, WINDOW, layout_of
 
 from longshore_agent.supervisor.lives import FILE_NAME
 from longshore_client import Half, ModelShape, PageOrder, Parallel
@@ -37,8 +39,42 @@ def test_a_page_that_cannot_be_taken_apart_fits_the_small_staging_of_a_test(tmp_
         ring = next(worker["ring"] for worker in agent.status()["workers"] if worker["ring"])
         assert ring["capacity_bytes"] < 128 << 20
     finally:
-        for rank in (rank for each in instances for rank in each._ranks):
-            rank.client.close()
+        for each in instances:
+            each.close()
+        world.close()
+
+
+@pytest.mark.parametrize("windows", [{}, {"window": WINDOW}])
+@pytest.mark.parametrize(("tp", "target_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rooms_of_several_caches_move_and_a_wrong_byte_is_found_by_the_name_of_its_cache(
+    tmp_path: Path, family: str, tp: int, target_tp: int, windows: dict[str, int]
+) -> None:
+    names, instances = FAMILIES[family], []
+    world = World(tmp_path, LONGSHORE_FORCE_WAY="Staged")
+    try:
+        agent, end_s = world.agent("caches"), time.monotonic() + EVENT_LIMIT_S
+        for half, ranks in ((Half.SOURCE, tp), (Half.TARGET, target_tp)):
+            name, layout = f"{TEST_INSTANCE_PREFIX}{half.name}", layout_of(half, ranks, names)
+            rest = layout, half, on_host, TOKENS, 1, EVENT_LIMIT_S, windows
+            instances.append(Instance(agent.socket, name, *rest))
+        source, target = instances
+        endpoint = source.endpoint(EVENT_LIMIT_S)
+        # The same place again, with fewer tokens, and in chunks that end in the middle of pages.
+        for room, (tokens, cuts) in enumerate(((TOKENS, ()), (TOKENS, (77, 190)), (TOKENS - 83, (120,))), 1):
+            source.offer([room], tokens, end_s, cuts)
+            (found,), _ = target.claim(endpoint, [room], tokens, 1, end_s, compare_each=True)
+            assert (found.reason, found.text) == ("", "")
+            assert found.bytes_moved > 0
+        for room, wrong in ((4, True), (5, False)):
+            source.flip_byte(TOKENS)
+            source.offer([room], TOKENS, end_s)
+            (found,), _ = target.claim(endpoint, [room], TOKENS, 1, end_s, compare_each=True)
+            assert found.reason == ("WRONG_BYTES" if wrong else "")
+            assert (f"cache '{names[-1]}'" in found.text) == wrong
+    finally:
+        for each in instances:
+            each.close()
         world.close()
 
 
@@ -52,7 +88,7 @@ def test_an_agent_keeps_no_port_of_a_test_instance_that_has_left(tmp_path: Path)
         name = f"{TEST_INSTANCE_PREFIX}1"
         tested = Instance(agent.socket, name, layout, Half.SOURCE, on_host, layout.page_size, 1, EVENT_LIMIT_S)
         assert name in kept(agent)
-        tested._ranks[0].client.close()
+        tested.close()
         wait_for(lambda: kept(agent) == {"real"}, what="the port of the engine alone")
     finally:
         world.close()
@@ -83,6 +119,6 @@ def test_rooms_of_test_instances_do_not_count_as_traffic_also_if_they_fail(tmp_p
         assert agent.metric("longshore_slabs_total") > 0
         assert agent.metric("longshore_rooms_total") == 0
     finally:
-        for rank in (rank for each in instances for rank in each._ranks):
-            rank.client.close()
+        for each in instances:
+            each.close()
         world.close()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_oracle import Memory
 
 from longshore_client import KVLayout, ModelShape, PageOrder, Parallel
-from longshore_lab.test_engine.pages import Pages, content
+from longshore_lab.test_engine.pages import Pages, content, layer_content, planes_of
+from longshore_wire.layout import Plane
 
 SHAPE = ModelShape.kv(layers=3, kv_heads=4, head_dim=8, element_bytes=2)
 LATENT = ModelShape.latent(2, 24, 2)
+# Of unequal planes: K and V, and states with other heads each, of which some have replicas.
+UNEQUAL = ModelShape(3, (Plane(4, 48), Plane(2, 32)), 2)
+STATES = ModelShape(5, (Plane(4, 32, 3), Plane(4, 32, 3), Plane(1, 16, 3), Plane(8, 64, 2)), 2)
 TOKENS = 32
 
 
@@ -103,3 +108,35 @@ def test_content_longer_than_the_random_stream_repeats_no_row_of_a_head() -> Non
     assert long.nbytes > 4 << 20
     rows = long.reshape(-1, 64).view("V64").ravel()
     assert len(np.unique(rows)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "page_size", "order"),
+    [
+        (UNEQUAL, 8, PageOrder.NHD),
+        (UNEQUAL, 16, PageOrder.HND),
+        (SHAPE, 8, PageOrder.OPAQUE),
+        (STATES, 2, PageOrder.SLOT),
+        (STATES, 64, PageOrder.SLOT),
+    ],
+)
+@pytest.mark.parametrize("place", [Parallel(), Parallel(2, 1, 2, 1), Parallel(4, 2, 2, 0)])
+def test_planes_of_any_kind_lie_where_loops_over_their_definition_put_them(
+    model: ModelShape, page_size: int, order: PageOrder, place: Parallel
+) -> None:
+    layout, tokens = KVLayout(model, place, page_size, order), 29
+    page_count = layout.pages_of(0, tokens)[1]
+    pages = Pages(layout, page_count + 1)
+    oracle = Memory(layout, pages.geometry, [np.zeros(pages.geometry.region_bytes[0], np.uint8)])
+    layers = range(model.layers)
+    whole = [
+        np.stack([layer_content(3, kind, layer, tokens, layout) for layer in layers])
+        for kind in range(len(planes_of(layout)))
+    ]
+    oracle.put(oracle.data, list(reversed(range(page_count))), whole, 0, tokens)
+    for plane in range(len(pages.geometry.planes)):
+        first = page_count - pages.numbers(plane, 0, tokens).stop
+        pages.write(plane, first, pages.sequence(plane, 3, tokens)[::-1])
+    assert oracle.data[0].any()
+    assert bytes(pages.memory.read(0, pages.geometry.region_bytes[0])) == oracle.data[0].tobytes()
+    pages.close()

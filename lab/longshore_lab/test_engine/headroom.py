@@ -16,6 +16,7 @@ from longshore_lab.test_engine.memory import GPUMemory, HostMemory, Memory
 from longshore_spec.agent_config import AgentConfig, Backend
 from longshore_spec.verify_messages import MemoryKind, Start, WantedMemory
 from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.layout import PageOrder
 from longshore_wire.slabs import staging_of_tests
 
 _MIB = 1 << 20
@@ -100,7 +101,7 @@ def require(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind) -> N
 def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind) -> int:
     """Return the host memory that a test needs, roughly: workers, content to compare with, and what is not on GPUs.
 
-    Staging and pages of ranks are in the memory that `kind` names. Both sides also keep the content in host memory.
+    Staging and pages of ranks are in the memory that `kind` names. Both sides also make the content in host memory.
     """
     on_gpu = kind == "gpu"
     worker_bytes = _GPU_WORKER_BYTES if on_gpu else _WORKER_BYTES
@@ -109,14 +110,17 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind)
     sides = []
     if ask.prefill:
         layout, staging = config.prefill.layout(config.model), config.prefill.staging
-        lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.rank_unit_bytes, on_gpu=on_gpu)
+        lane_bytes, _ = staging_of_tests(staging.buffer_size, 0, layout.largest_unit_bytes, on_gpu=on_gpu)
         sides.append((layout, staging.lanes * lane_bytes, 1))
     if ask.decode:
         layout = config.decode.layout(config.model)
-        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.rank_unit_bytes, on_gpu=on_gpu)
+        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.largest_unit_bytes, on_gpu=on_gpu)
         sides.append((layout, ring_bytes, ask.room_count))
     for layout, staging_bytes, place_count in sides:
-        content_bytes = tokens * layout.token_bytes
+        content_bytes = sum(
+            cache.token_bytes * (len(cache.layers) if cache.order is PageOrder.SLOT else tokens)
+            for cache in layout.caches
+        )
         own_bytes = 0 if on_gpu else staging_bytes + place_count * content_bytes
         total += layout.rank_count * (worker_bytes + content_bytes + own_bytes)
     return total

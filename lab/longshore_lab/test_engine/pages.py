@@ -1,6 +1,6 @@
-"""The pages of a rank and their expected content, computed by this file's own arithmetic.
+"""The pages of one cache of a rank and their expected content, computed by this file's own arithmetic.
 
-Called by all that plays an engine: `longshore verify`, the benchmarks, and tests of agents. Must not ask planners or a
+Of a layout with others, functions take the first cache; `KVLayout.caches` has a layout of each. Called by all that plays an engine: `longshore verify`, the benchmarks, and tests of agents. Must not ask planners or a
 layout which layers and heads a rank holds: moved bytes are compared with these.
 """
 
@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from longshore_client.memory import pool_geometry
 from longshore_lab.test_engine.memory import HostMemory, Memory
-from longshore_wire.layout import Attention, KVLayout, PageOrder
+from longshore_wire.layout import KVLayout, PageOrder, Plane, PoolGeometry
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,23 +56,43 @@ def unit_tokens(layout: KVLayout) -> int:
     return layout.page_size if layout.order is PageOrder.OPAQUE else 1
 
 
-def kind_count(layout: KVLayout) -> int:
-    """Return 2 for K and V; 1 for a latent, and for opaque pages, which hold both."""
-    is_one = layout.order is PageOrder.OPAQUE or layout.model.attention is Attention.LATENT
-    return 1 if is_one else 2
+def planes_of(layout: KVLayout) -> list[Plane]:
+    """Return what each layer has: the planes of the model, such as K and V; one of blobs if pages are opaque."""
+    planes = list(layout.model.planes)
+    if layout.order is not PageOrder.OPAQUE:
+        return planes
+    return [Plane(planes[0].heads, layout.blob_bytes or layout.page_size * sum(plane.row_bytes for plane in planes))]
+
+
+def page_rows(layout: KVLayout, plane: Plane) -> int:
+    """Return the rows of one head in a page."""
+    return plane.rows if layout.order is PageOrder.SLOT else layout.page_size // unit_tokens(layout)
+
+
+def page_numbers(layout: KVLayout, first_token: int, end_token: int) -> range:
+    """Return the numbers of a sequence's pages that hold tokens [first, end); of a slot, those of the rank's layers."""
+    if first_token >= end_token:
+        return range(0)
+    if layout.order is PageOrder.SLOT:
+        return range(-(-len(held_layers(layout)) // layout.page_size))
+    return range(first_token // layout.page_size, -(-end_token // layout.page_size))
 
 
 def layer_content(seed: int, kind: int, layer: int, end_token: int, layout: KVLayout) -> Bytes:
-    """Return K (`kind` 0) or V of one layer of a sequence, [token, head, byte]; opaque: [page, head, byte].
+    """Return one plane of one layer of a sequence, [token, head, byte]; opaque: [page, head, byte]; a slot: [row, head, byte].
 
     It has all heads, is the same for every process and layout, and begins with the content of shorter sequences. It may be
     a view that cannot be written.
+
+    Args:
+        kind: index of the plane in `planes_of`.
     """
-    row_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
-    shape = (-(-end_token // unit_tokens(layout)), layout.model.kv_heads, row_bytes)
+    plane = planes_of(layout)[kind]
+    rows = plane.rows if layout.order is PageOrder.SLOT else -(-end_token // unit_tokens(layout))
+    shape = (rows, plane.heads, plane.row_bytes)
     length = shape[0] * shape[1] * shape[2]
-    plane = kind * layout.model.layers + layer
-    begin = ((seed * _SEQUENCE_STEP + plane * _PLANE_STEP) & _MASK) % _STREAM_BYTES
+    number = kind * layout.model.layers + layer
+    begin = ((seed * _SEQUENCE_STEP + number * _PLANE_STEP) & _MASK) % _STREAM_BYTES
     data = _stream()[begin : begin + length]
     if len(data) < length:
         data = np.concatenate([data, np.resize(_stream(), length - len(data))])
@@ -79,9 +100,12 @@ def layer_content(seed: int, kind: int, layer: int, end_token: int, layout: KVLa
 
 
 def content(seed: int, end_token: int, layout: KVLayout) -> Bytes:
-    """Return the cache of a sequence, [K and V, layer, token, head, byte], of all layers and heads; see `layer_content`."""
+    """Return the cache of a sequence, [K and V, layer, token, head, byte], of all layers and heads; see `layer_content`.
+
+    The planes of the cache must be alike.
+    """
     layers = range(layout.model.layers)
-    kinds = range(kind_count(layout))
+    kinds = range(len(planes_of(layout)))
     return np.stack(
         [np.stack([layer_content(seed, kind, layer, end_token, layout) for layer in layers]) for kind in kinds]
     )
@@ -101,7 +125,7 @@ class Pool:
 
     def __init__(self, layout: KVLayout, page_count: int, allocate: Callable[[int], Memory] = HostMemory) -> None:
         self.layout = layout
-        self.geometry = pool_geometry(layout, page_count)
+        self.geometry = _geometry(layout, page_count)
         self.memory = allocate(self.geometry.region_bytes[0])
 
     def close(self) -> None:
@@ -110,9 +134,9 @@ class Pool:
 
 
 class Pages(Pool):
-    """The pages of one rank.
+    """The pages of one cache of a rank.
 
-    In host memory:
+    In host memory, if they hold tokens and their planes are alike:
 
     Attributes:
         planes: the content of all pages, [K and V, layer, page, slot, head, byte].
@@ -124,12 +148,14 @@ class Pages(Pool):
 
     def __init__(self, layout: KVLayout, page_count: int, allocate: Callable[[int], Memory] = HostMemory) -> None:
         super().__init__(layout, page_count, allocate)
-        self._layers, self._heads = held(layout)
-        self._row_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
-        self._slots = layout.page_size // unit_tokens(layout)
-        if isinstance(self.memory, HostMemory):
-            pages = self._as_pages(self.memory.read(0, self.geometry.region_bytes[0]), len(self.geometry.planes))
-            self.planes = pages.reshape(kind_count(layout), len(self._layers), *pages.shape[1:])
+        self._layers, self._kinds = held_layers(layout), planes_of(layout)
+        # The first and the last head of each plane; those between are held, too.
+        self._heads = [slice(own[0], own[-1] + 1) for own in (held_heads(layout, each.heads) for each in self._kinds)]
+        self._slots = page_rows(layout, self._kinds[0])
+        is_alike = layout.order is not PageOrder.SLOT and len(set(self._kinds)) == 1
+        if is_alike and isinstance(self.memory, HostMemory):
+            pages = self._as_pages(self.memory.read(0, self.geometry.region_bytes[0]), 0, len(self.geometry.planes))
+            self.planes = pages.reshape(len(self._kinds), len(self._layers), *pages.shape[1:])
 
     # -- in host memory --------------------------------------------------------------------------------------------
 
@@ -149,8 +175,8 @@ class Pages(Pool):
         units = np.arange(first, end)
         numbers = np.asarray(pages, dtype=np.int64)[units // self._slots - first_token // self.layout.page_size]
         # Views, since copies would take most of the time of many tests. Layers, units and heads are adjacent.
-        layers, heads = (slice(own[0], own[-1] + 1) for own in (self._layers, self._heads))
-        where[:, :, numbers, units % self._slots] = data[:, layers, first:end, heads]
+        layers = slice(self._layers[0], self._layers[-1] + 1)
+        where[:, :, numbers, units % self._slots] = data[:, layers, first:end, self._heads[0]]
 
     def intact(self) -> bool:
         """Whether every byte of the pool has its expected value, also where nothing was to be written."""
@@ -158,21 +184,33 @@ class Pages(Pool):
 
     # -- in any memory, a plane at a time --------------------------------------------------------------------------
 
-    def sequence(self, plane: int, seed: int, tokens: int) -> Bytes:
-        """Return the pages of a sequence in one plane, in its order, [page, slot, head, byte]; zero after the last token."""
+    def numbers(self, plane: int, first_token: int, end_token: int) -> range:
+        """Return the numbers of a sequence's pages that have bytes of tokens [first, end) in one plane."""
+        numbers = page_numbers(self.layout, first_token, end_token)
+        if self.layout.order is not PageOrder.SLOT:
+            return numbers
+        number = plane % len(self._layers) // self.layout.page_size
+        return numbers[number : number + 1]
+
+    def sequence(self, plane: int, seed: int, end_token: int, first_token: int = 0) -> Bytes:
+        """Return the pages of a sequence in one plane, in its order, [page, slot, head, byte]; zero but for tokens [first, end).
+
+        They are those of `numbers` from token 0 on.
+        """
         kind, layer = divmod(plane, len(self._layers))
-        data = layer_content(seed, kind, self._layers[layer], tokens, self.layout)
-        page_count = -(-len(data) // self._slots)
-        pages = np.zeros((page_count * self._slots, len(self._heads), self._row_bytes), np.uint8)
-        pages[: len(data)] = data[:, self._heads[0] : self._heads[-1] + 1]
-        return pages.reshape(page_count, self._slots, *pages.shape[1:])
+        data = layer_content(seed, kind, self._layers[layer], end_token, self.layout)[:, self._heads[kind]]
+        slots, page_count = page_rows(self.layout, self._kinds[kind]), len(self.numbers(plane, 0, end_token))
+        pages = np.zeros((page_count * slots, *data.shape[1:]), np.uint8)
+        skipped = first_token // unit_tokens(self.layout)
+        pages[skipped : len(data)] = data[skipped:]
+        return pages.reshape(page_count, slots, *data.shape[1:])
 
     def read(self, plane: int, first_page: int, end_page: int) -> Bytes:
         """Return pages [first, end) of one plane, [page, slot, head, byte]; of host memory a view."""
         where = self.geometry.planes[plane]
         page_bytes = where.page_stride
         data = self.memory.read(where.offset + first_page * page_bytes, (end_page - first_page) * page_bytes)
-        pages: Bytes = self._as_pages(data, 1)[0]
+        pages: Bytes = self._as_pages(data, plane // len(self._layers), 1)[0]
         return pages
 
     def write(self, plane: int, first_page: int, pages: Bytes) -> None:
@@ -194,12 +232,26 @@ class Pages(Pool):
         """Return the bytes of pages, given as `read` returns them, in the order in which they are in memory."""
         return (pages.swapaxes(1, 2) if self.layout.order is PageOrder.HND else pages).tobytes()
 
-    def _as_pages(self, data: Any, plane_count: int) -> Bytes:
-        """Return bytes of as many pages of each plane as [plane, page, slot, head, byte]."""
-        head_major = self.layout.order is PageOrder.HND
-        inner = (len(self._heads), self._slots) if head_major else (self._slots, len(self._heads))
-        pages = np.frombuffer(data, np.uint8).reshape(plane_count, -1, *inner, self._row_bytes)
+    def _as_pages(self, data: Any, kind: int, plane_count: int) -> Bytes:
+        """Return bytes of as many pages of each of so many planes of a kind as [plane, page, slot, head, byte]."""
+        plane, head_major = self._kinds[kind], self.layout.order is PageOrder.HND
+        slots, heads = page_rows(self.layout, plane), self._heads[kind].stop - self._heads[kind].start
+        inner = (heads, slots) if head_major else (slots, heads)
+        pages = np.frombuffer(data, np.uint8).reshape(plane_count, -1, *inner, plane.row_bytes)
         return pages.swapaxes(2, 3) if head_major else pages
+
+
+def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
+    """Return the geometry of pages without gaps. Layers of a slot share memory if they have the same number in their page."""
+    if layout.order is not PageOrder.SLOT:
+        return pool_geometry(layout, page_count)
+    layers = range(len(held_layers(layout)))
+    shared = layers[: layout.page_size]
+    few = msgspec.structs.replace(layout, stage_layers=None, layer_range=(0, len(shared)), others=())
+    geometry = pool_geometry(few, page_count)
+    kinds = range(len(planes_of(layout)))
+    planes = [geometry.planes[kind * len(shared) + layer % len(shared)] for kind in kinds for layer in layers]
+    return msgspec.structs.replace(geometry, planes=tuple(planes))
 
 
 @functools.cache

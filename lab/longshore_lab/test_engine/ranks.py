@@ -33,8 +33,15 @@ _ENDPOINT_PAUSE_S = 0.01
 RELEASED = frozenset({RoomEventKind.RELEASED})
 
 
-def registered(socket: str, instance: str, pool: Pool, roles: Collection[Half], limit_s: float) -> Client:
-    """Register a rank and its pages at an agent. Raises LongshoreError."""
+def registered(
+    socket: str, instance: str, pool: Pool, roles: Collection[Half], limit_s: float, others: Sequence[Pool] = ()
+) -> Client:
+    """Register a rank and its pages at an agent. Raises LongshoreError.
+
+    Args:
+        pool: of the first cache, with the rank's layout.
+        others: of the rank's other caches, in order.
+    """
     device = pool.memory.device_name
     if instance.startswith(TEST_INSTANCE_PREFIX):
         client = _connect_test(socket, instance, pool.layout, device, roles, limit_s)
@@ -44,7 +51,8 @@ def registered(socket: str, instance: str, pool: Pool, roles: Collection[Half], 
         )
     try:
         # On a GPU the agent compiles the kernels of this layout now, so that no room waits for them.
-        client.register_pool(0, pool.geometry, pool.memory.regions, timeout_s=limit_s)
+        for index, each in enumerate((pool, *others)):
+            client.register_pool(index, each.geometry, each.memory.regions, timeout_s=limit_s)
     except BaseException:
         client.close()
         raise
@@ -117,10 +125,14 @@ def side_by_side(call: Callable[[U], T], arguments: Sequence[U]) -> list[T]:
 
 
 class Rank(Pages):
-    """One rank of an engine: its pages, registered at an agent.
+    """One rank of an engine: its pages, registered at an agent. It is itself the pages of its first cache.
 
+    Args:
+        page_count: pages of the first cache.
+        other_counts: pages of each other cache.
     Attributes:
         client: of the agent.
+        pools: the pages of each cache.
     """
 
     def __init__(
@@ -132,18 +144,32 @@ class Rank(Pages):
         page_count: int,
         limit_s: float,
         allocate: Callable[[int], Memory] = HostMemory,
+        other_counts: Sequence[int] = (),
     ) -> None:
         super().__init__(layout, page_count, allocate)
+        self._others: list[Pages] = []
         try:
-            self.client = registered(socket, instance, self, roles, limit_s)
+            for cache, count in zip(layout.caches[1:], other_counts, strict=True):
+                self._others.append(Pages(cache, count, allocate))
+            self.client = registered(socket, instance, self, roles, limit_s, self._others)
         except BaseException:
-            super().close()
+            self._free()
             raise
+
+    @property
+    def pools(self) -> list[Pages]:
+        """See Rank."""
+        return [self, *self._others]
 
     def close(self) -> None:
         """Leave the agent, and free the memory."""
         self.client.close()
+        self._free()
+
+    def _free(self) -> None:
         super().close()
+        for pages in self._others:
+            pages.close()
 
 
 class Engine:
@@ -152,9 +178,10 @@ class Engine:
     Args:
         socket: the agent's.
         layout: of any one rank.
-        page_count: of each rank.
+        page_count: of each rank, in the first cache.
         limit_s: for the registration.
         allocate: makes the memory of a rank's pages, given its number and the bytes.
+        other_counts: as page_count, of each other cache. The allocator has no pages of these.
     Attributes:
         ranks: in order.
         free: pages that are not in use, in the order of their use.
@@ -171,6 +198,7 @@ class Engine:
         page_count: int,
         limit_s: float,
         allocate: Callable[[int, int], Memory] | None = None,
+        other_counts: Sequence[int] = (),
     ) -> None:
         self.instance, self.page_size = instance, layout.page_size
         self._limit_s = limit_s
@@ -178,7 +206,8 @@ class Engine:
 
         def start(number: int) -> Rank:
             memory = HostMemory if allocate is None else lambda length_bytes: allocate(number, length_bytes)
-            made.append(Rank(socket, instance, layout.at(number), roles, page_count, limit_s, memory))
+            own = layout.at(number)
+            made.append(Rank(socket, instance, own, roles, page_count, limit_s, memory, other_counts))
             return made[-1]
 
         try:
