@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from longshore_lab.test_engine.memory import GPUMemory, HostMemory, Memory
 from longshore_wire.errors import LongshoreError, Reason
 
 CPU = "cpu"
@@ -84,6 +85,11 @@ def place(devices: Sequence[str]) -> Placement:
 def device_of(devices: Sequence[str], rank: int) -> str:
     """Return the device of a rank, assigned round-robin; the CPU if there are no devices."""
     return devices[rank % len(devices)] if devices else CPU
+
+
+def memory_on(device: str, length_bytes: int) -> Memory:
+    """Allocate memory for pages on a device, without a tensor library. Raises ArgumentError."""
+    return HostMemory(length_bytes) if device == CPU else GPUMemory(length_bytes, _index(device))
 
 
 def check(devices: Sequence[str], backends: Sequence[str]) -> Placement:

@@ -93,3 +93,6 @@ def test_the_demo_holds_kv_on_gpus_and_every_byte_and_token_is_equal(devices: li
     assert pair["tokens_compared"] == 3 * 8
     assert pair["bytes_compared"] == (911 - 37) * 2 * 6 * 12 * 64 * 4
     assert found["options"]["devices"] == devices
+    for request in found["requests"]:
+        assert [transfer["way"] for transfer in request["transfers"]] == ["staged", "direct"]
+        assert all(transfer["counts"]["writes"] > 0 for transfer in request["transfers"])

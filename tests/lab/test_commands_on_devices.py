@@ -52,6 +52,11 @@ def test_the_demo_moves_kv_staged_and_directly_and_names_what_it_leaves_out(tmp_
         assert near["payload_bytes"] == staged["payload_bytes"] > 30e6
         assert near["wires"] == []
     assert pair["tokens_compared"] == 24
+    assert [one["name"] for one in whole["requests"]] == ["hybrid 2 -> 1", "MLA 4 -> 1"]
+    for request in whole["requests"]:
+        staged, direct = request["transfers"]
+        assert (staged["way"], direct["way"], direct["wires"]) == ("staged", "direct", [])
+        assert direct["payload_bytes"] == staged["payload_bytes"] > 10e6
     assert "starting 2 agents" in said
     assert "Left out on GPUs: contiguous and slices" in said
     assert "Everything is equal" in said

@@ -37,6 +37,20 @@ def tampered(self, way, rooms):
 PairRun._arrived = tampered
 sys.exit(main(["demo", "--quick", "--backend", "Loopback"]))
 """
+# Alters one byte of a recurrent state at decode, before it is compared.
+TAMPERED_STATE = """
+import sys
+from longshore_lab.test_engine.instance import Instance
+from longshore_cli.main import main
+honest = Instance._compared
+def tampered(self, *room):
+    state = next(pool for pool in self._ranks[0].pools if pool.layout.name == "ssm")
+    place = state.geometry.planes[3].offset
+    state.memory.write(place, bytes([state.memory.read(place, 1)[0] ^ 1]))
+    return honest(self, *room)
+Instance._compared = tampered
+sys.exit(main(["demo", "--quick", "--backend", "Loopback"]))
+"""
 
 
 @pytest.mark.rest("benches")
@@ -47,7 +61,8 @@ def test_the_demo_moves_kv_over_both_transports_compares_it_and_leaves_nothing(t
         said = run.read_rest()
         assert run.process.returncode == 0, said
         assert run.left() == []
-    nixl, mooncake = json.loads(found.read_bytes())["pairs"]
+    results = json.loads(found.read_bytes())
+    nixl, mooncake = results["pairs"]
     assert [(pair["name"], pair["backend"]) for pair in (nixl, mooncake)] == [
         ("TP2 -> TP3", "NIXL"),
         ("TP2 -> TP3", "Mooncake"),
@@ -68,17 +83,35 @@ def test_the_demo_moves_kv_over_both_transports_compares_it_and_leaves_nothing(t
         assert staged["counts"]["writes"] == staged["counts"]["pieces"] == staged["counts"]["slabs"]
         assert slices["counts"]["pieces"] > 100 * staged["counts"]["pieces"]
         assert staged["wires"] == slices["wires"] == [wire]
+    for name, (first, further) in (("hybrid 2 -> 1", results["requests"][:2]), ("MLA 4 -> 1", results["requests"][2:])):
+        assert [(one["name"], one["backend"]) for one in (first, further)] == [(name, "NIXL"), (name, "Mooncake")]
+        staged, slices, further_staged = first["transfers"] + further["transfers"]
+        assert [one["way"] for one in (staged, slices, further_staged)] == ["staged", "slices", "staged"]
+        assert staged["payload_bytes"] == slices["payload_bytes"] == further_staged["payload_bytes"] > 10e6
+        assert staged["counts"]["writes"] == staged["counts"]["pieces"] < slices["counts"]["pieces"]
+        assert (staged["wires"], further_staged["wires"]) == (["SharedMemory"], ["TCP"])
+        assert re.search(f"^{name} +NIXL +staged +1 ", said, re.MULTILINE)
     assert "Everything is equal" in said
     assert "in 3 chunks" in said
 
 
 @pytest.mark.rest("benches")
 @pytest.mark.slow
-def test_the_demo_fails_and_names_the_room_where_one_token_differs() -> None:
-    with marked(["-c", TAMPERED]) as run:
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (TAMPERED, "room 2: pages of tokens [16, 128) differ in 144 of 144 places"),
+        (
+            TAMPERED_STATE,
+            "hybrid 2 -> 1 by Loopback, staged: room 1: bytes differ at rank 0, cache 'ssm', layer 3, page 1 of 2 of the room, byte 0",
+        ),
+    ],
+)
+def test_the_demo_fails_and_names_the_room_where_one_token_or_byte_differs(code: str, fault: str) -> None:
+    with marked(["-c", code]) as run:
         said = run.read_rest()
         assert run.process.returncode == 1
-        assert "FAILED: room 2: pages of tokens [16, 128) differ in 144 of 144 places" in said
+        assert f"FAILED: {fault}" in said
         assert "Everything is equal" not in said
         assert run.left() == []
 
@@ -204,6 +237,7 @@ def test_what_was_copied_directly_went_over_no_wire_whatever_a_probe_said_of_one
 
     assert wires_of([worker("decode-1/0/0", "Unknown", "direct")], "decode-1") == ()
     assert wires_of([worker("decode-1/0/0", "NVLink", "direct")], "decode-1") == ()
+    assert wires_of([worker("decode-1/0/0", "NVLink")], "decode-1") == ()
     status = [worker("decode-1/0/0", "Unknown", "staged"), worker("decode-1/0/1", "NVLink", "direct", "staged")]
     assert wires_of([*status, worker("decode-11/0/0", "TCP", "staged")], "decode-1") == ("NVLink", "Unknown")
     direct = Transfer("direct", 6, Counts(10, 10, 0), 2_000_000_000, (1.0,), ())

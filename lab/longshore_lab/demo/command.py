@@ -17,8 +17,9 @@ from pathlib import Path
 from longshore_cli.arguments import new_file, tp_pair
 from longshore_cli.lifetime import InterruptedBySignal, Watch, descendants_ended, interrupts_raised, parts_watched
 from longshore_lab import devices
+from longshore_lab.demo.caches import move_requests
 from longshore_lab.demo.cluster import PAGE_SIZE, Agents, Engines
-from longshore_lab.demo.counts import PairResult
+from longshore_lab.demo.counts import PairResult, Result
 from longshore_lab.demo.pair import PairRun
 from longshore_lab.demo.progress import Progress
 from longshore_lab.demo.prompts import TOKENS_GENERATED, Request, answered_requests, total_tokens
@@ -91,7 +92,9 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
             with parts_watched() as watch:
                 for agent in (agent for agents in transports for agent in agents.all):
                     agent.watched_by(watch)
-                results = _all_pairs(arguments, placement, transports, starter, watch)
+                progress = Progress()
+                pairs = _all_pairs(arguments, placement, transports, starter, watch, progress)
+                requests = move_requests(transports, placement, progress, watch, quick=arguments.quick)
         except LongshoreError:
             for agent in (agent for agents in transports for agent in agents.all):
                 place = agent.directory.relative_to(directory)
@@ -100,11 +103,13 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
         # Signalled first, so that all of them end concurrently.
         for agent in (agent for agents in transports for agent in agents.all):
             agent.terminate()
+    results: list[Result] = [*pairs, *requests]
     print(f"\n{rendered(results)}\n")
     print("Everything is equal: pages byte for byte, and tokens with those of one engine that did both.")
     print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of several times;")
     print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice;")
     print("host: into pages of one token in decode's host memory, compared after decode had copied them into its own.")
+    print("hybrid, MLA: a room of several caches, from its claim to DONE, without a model; every byte was compared.")
     if placement.on_gpus:
         print(f"KV was in GPU memory throughout: {placement}. The one engine has its own in host memory.")
         print(f"Left out on GPUs: {devices.WAYS_LEFT_OUT}.")
@@ -112,7 +117,7 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
         options = {"backends": arguments.backend, "seed": arguments.seed, "quick": arguments.quick}
         if placement.on_gpus:
             options["devices"] = arguments.devices
-        arguments.json.write_bytes(encoded(results, options))
+        arguments.json.write_bytes(encoded(pairs, requests, options))
     return 0
 
 
@@ -122,8 +127,8 @@ def _all_pairs(
     transports: Sequence[Agents],
     starter: RankStarter,
     watch: Watch,
+    progress: Progress,
 ) -> list[PairResult]:
-    progress = Progress()
     if placement.on_gpus:
         progress.say(devices.describe(placement))
     pairs = arguments.pairs or _pairs(_PAIRS_QUICK if arguments.quick else _PAIRS)

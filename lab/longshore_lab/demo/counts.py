@@ -35,10 +35,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All rooms of a pair, moved one way several times. Counts are those of one time.
+    """All rooms of a pair, or that of a request, moved one way several times. Counts are those of one time.
 
     Attributes:
-        seconds: from the first accepted send to the last DONE, for each time.
+        seconds: from the first accepted send to the last DONE, for each time; of a request from its claim.
         wires: the wires that carried the bytes, as the agents found; empty if one agent's engines copied directly.
     """
 
@@ -61,18 +61,27 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class PairResult:
-    """The result of one pair with one transport.
+class Result:
+    """The transfers of one pair, or of one request of several caches, with one transport.
 
     Attributes:
-        name: the pair's name.
-        ring_rounds: how often the ring of each decode rank wrapped.
-        lane_shares: for each prefill rank, the smallest share of its bytes that one lane wrote.
+        name: of the pair or request.
     """
 
     name: str
     backend: str
     transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult(Result):
+    """The result of one pair with one transport.
+
+    Attributes:
+        ring_rounds: how often the ring of each decode rank wrapped.
+        lane_shares: for each prefill rank, the smallest share of its bytes that one lane wrote.
+    """
+
     ring_rounds: tuple[int, ...]
     lane_shares: tuple[float, ...]
     bytes_compared: int
@@ -82,11 +91,14 @@ class PairResult:
 def wires_of(workers: Sequence[dict[str, Any]], instance: str) -> tuple[str, ...]:
     """Return the wires of an instance's workers to peers that a transport serves. Wires to other peers are unused.
 
+    Of ranks with the same heads, one may have sent all: a peer that has sent nothing has no way.
+
     Args:
         workers: the workers in `/v1/status`.
     """
     mine = [worker for worker in workers if worker["worker"].startswith(f"{instance}/")]
-    return tuple(sorted({peer["wire"] for worker in mine for peer in worker["peers"] if needs_wire(peer["ways"])}))
+    peers = [peer for worker in mine for peer in worker["peers"] if peer["ways"] and needs_wire(peer["ways"])]
+    return tuple(sorted({peer["wire"] for peer in peers}))
 
 
 def of_instance(page: MetricsPage, instance: str, name: str, **labels: str) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from longshore_cli.aligned import aligned
-from longshore_lab.demo.counts import PairResult, Transfer
+from longshore_lab.demo.counts import PairResult, Result, Transfer
 
 _HEADINGS = (
     "pair",
@@ -27,8 +27,8 @@ _HEADINGS = (
 _LEFT = {"pair", "backend", "way", "wire"}
 
 
-def rendered(results: Sequence[PairResult]) -> str:
-    """Return the table, one line a pair, transport and way. `vs slices` is the speedup over the same rooms slice by slice."""
+def rendered(results: Sequence[Result]) -> str:
+    """Return the table, one line a pair or request, transport and way. `vs slices` is the speedup over the same rooms slice by slice."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for result in results:
         slices_s = [transfer.median_s for transfer in result.transfers if transfer.way == "slices"]
@@ -39,17 +39,18 @@ def rendered(results: Sequence[PairResult]) -> str:
     return "\n".join(lines)
 
 
-def encoded(results: Sequence[PairResult], options: dict[str, object]) -> bytes:
+def encoded(pairs: Sequence[PairResult], requests: Sequence[Result], options: dict[str, object]) -> bytes:
     """Return the results as JSON."""
-    pairs = [
-        dataclasses.asdict(result)
-        | {"transfers": [dataclasses.asdict(one) | {"gigabytes_per_s": one.rate} for one in result.transfers]}
-        for result in results
-    ]
-    return msgspec.json.format(msgspec.json.encode({"options": options, "pairs": pairs}))
+    found = {"options": options, "pairs": [_plain(one) for one in pairs], "requests": [_plain(one) for one in requests]}
+    return msgspec.json.format(msgspec.json.encode(found))
 
 
-def _row(result: PairResult, transfer: Transfer, speed: float | None) -> tuple[str, ...]:
+def _plain(result: Result) -> dict[str, object]:
+    transfers = [dataclasses.asdict(one) | {"gigabytes_per_s": one.rate} for one in result.transfers]
+    return dataclasses.asdict(result) | {"transfers": transfers}
+
+
+def _row(result: Result, transfer: Transfer, speed: float | None) -> tuple[str, ...]:
     counts = transfer.counts
     return (
         result.name,
