@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from longshore_lab.test_engine import headroom
 from longshore_lab.test_engine.headroom import NoMemoryError, needed_bytes, require
 from longshore_spec import manifest
+from longshore_spec.agent_config import Role
 from longshore_spec.verify_messages import Start, room_tokens
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Plane
 from longshore_wire.names import TEST_RING_BYTES_MAX
 
 CONFIG = manifest.load("""
@@ -59,6 +62,23 @@ def test_pages_and_staging_on_gpus_are_no_host_memory_and_their_processes_need_m
         assert needs["gpu"][1] - needs["gpu"][0] == content_bytes
         assert needs["host"][1] - needs["host"][0] == 2 * content_bytes
         assert needs["gpu"][0] > needs["host"][0]
+
+
+def test_every_cache_counts_tokens_by_their_number_and_a_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [needed_bytes(CONFIG, start(), tokens, "host") for tokens in (64, 128)]
+    parallel = CONFIG.prefill.layout(CONFIG.model).parallel
+    state = KVLayout(ModelShape(6, (Plane(8, 4096, 3),), 2), parallel, 2, PageOrder.SLOT, name="state")
+    draft = KVLayout(ModelShape.kv(2, 8, 128, 2), parallel, 16, name="draft")
+    honest = Role.layout
+    monkeypatch.setattr(
+        Role, "layout", lambda self, model: msgspec.structs.replace(honest(self, model), others=(state, draft))
+    )
+    after = [needed_bytes(CONFIG, start(), tokens, "host") for tokens in (64, 128)]
+    # Both pages and content, of all ranks together.
+    state_bytes, draft_token_bytes = 6 * 8 * 3 * 4096, 2 * 2 * 8 * 128 * 2
+    assert [more - less for more, less in zip(after, before, strict=True)] == [
+        2 * (state_bytes + tokens * draft_token_bytes) for tokens in (64, 128)
+    ]
 
 
 @pytest.mark.parametrize("version", [0, 1])

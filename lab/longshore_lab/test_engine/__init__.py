@@ -1,4 +1,4 @@
-"""The test engine: plays an engine without a model. It moves pages of known content and compares every byte.
+"""The test engine: plays an engine without a model. It moves known content of one or several caches and compares every byte.
 
 `longshore verify`, `longshore bench`, the soak and tests of agents are made of `pages`, `memory` and `ranks`. `longshore
 verify` and `longshore bench cluster` run the program `python -m longshore_lab.test_engine` beside an agent, in the agent's
