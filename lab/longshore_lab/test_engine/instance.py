@@ -248,5 +248,6 @@ def _plane_name(whole: KVLayout, cache: KVLayout, index: int) -> str:
     kind, layer = divmod(index, len(cache.layers))
     kinds, name = planes_of(cache), f"layer {cache.layers[layer]}"
     if len(kinds) > 1:
-        name = f"{'KV'[kind] if len(kinds) == len('KV') else f'plane {kind}'} of {name}"
+        is_kv = len(kinds) == len("KV") and cache.order is not PageOrder.SLOT
+        name = f"{'KV'[kind] if is_kv else f'plane {kind}'} of {name}"
     return f"cache {cache.name!r}, {name}" if whole.others else name

@@ -1,7 +1,8 @@
 """The pages of one cache of a rank and their expected content, computed by this file's own arithmetic.
 
-Of a layout with others, functions take the first cache; `KVLayout.caches` has a layout of each. Called by all that plays an engine: `longshore verify`, the benchmarks, and tests of agents. Must not ask planners or a
-layout which layers and heads a rank holds: moved bytes are compared with these.
+Of a layout with others, functions take the first cache; `KVLayout.caches` has a layout of each. Called by all that plays an
+engine: `longshore verify`, the benchmarks, and tests of agents. Must not ask planners or a layout which layers and heads a
+rank holds: moved bytes are compared with these.
 """
 
 from __future__ import annotations
