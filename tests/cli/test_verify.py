@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -38,18 +39,32 @@ spec:
   decode: {tensorParallel: 1, pageSize: 8, staging: {poolSize: 96Mi}}
   transfer: {backend: Loopback, staging: Always}
 """
+SHORT = "{attention: GQA, layers: 2, kvHeads: 4, headDim: 32, dtype: float32}"
+CACHES = """
+    caches:
+    - {name: kv, layers: 2, dtype: float32, planes: [{heads: 4, width: 32}, {heads: 4, width: 32}]}
+    - {name: index, layers: 3, unit: Page, dtype: uint8, planes: [{heads: 1, width: 132}]}
+    - {name: conv, layers: 5, unit: Slot, dtype: bfloat16, planes: [{heads: 2, width: 64, rows: 3}, {heads: 4, width: 64, rows: 3}]}
+    - {name: ssm, layers: 5, unit: Slot, dtype: float32, planes: [{heads: 4, width: 256}]}"""
 pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def started(text: str, decode_count: int) -> Iterator[Fleet]:
+    """Yield agents for one prefill instance and so many of decode."""
+    config = scaled(manifest.load(text).agent_config(), Fraction(1), None)
+    # Paths of sockets are short.
+    with (
+        tempfile.TemporaryDirectory(prefix="t-") as name,
+        Fleet(config, members_of(config, (1, decode_count)), Path(name)) as made,
+    ):
+        yield made
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Agents for one prefill instance and two of decode."""
-    config = scaled(manifest.load(MANIFEST).agent_config(), Fraction(1), None)
-    # Paths of sockets are short.
-    with (
-        tempfile.TemporaryDirectory(prefix="t-") as name,
-        Fleet(config, members_of(config, (1, 2)), Path(name)) as made,
-    ):
+    with started(MANIFEST, 2) as made:
         yield made
 
 
@@ -111,6 +126,22 @@ def test_a_wrong_byte_is_found_in_its_pair_alone(fleet: Fleet, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "prefill-0 -> decode-0: WRONG_BYTES: bytes differ at rank 0, V of layer 1, page 2 of 4 of the room" in out
     assert out.splitlines()[-1] == "1 of 2 pairs moved every byte right; 1 failed"
+
+
+def test_all_caches_that_a_deployment_declares_are_moved_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    # Opaque pages have one size.
+    with started(MANIFEST.replace(SHORT, CACHES).replace("pageSize: 8", "pageSize: 16"), 1) as fleet:
+        assert main(words(fleet, "--size", "256Ki", "-o", "json")) == 0
+        (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+        # KV and index keys of pages of 16 tokens, and the states.
+        page_bytes = 16 * (2 * 2 * 4 * 32 * 4 + 3 * 132)
+        state_bytes = 5 * (6 * 64 * 3 * 2 + 4 * 256 * 4)
+        assert pair["room_bytes"] == state_bytes + -(-((256 << 10) - state_bytes) // page_bytes) * page_bytes
+        assert main(words(fleet, "--size", "64Ki", "--flip-byte", "--repeats", "1")) == 1
+        assert (
+            "WRONG_BYTES: bytes differ at rank 0, cache 'ssm', layer 4, page 0 of 1 of the room"
+            in capsys.readouterr().out
+        )
 
 
 def test_an_agent_that_is_away_and_one_that_refuses_are_named(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
