@@ -87,7 +87,7 @@ def test_a_failed_pair_is_no_measurement_and_says_why() -> None:
     assert [each.verdict for each in judged] == ["ok", "ok", "FAILED", "untested"]
     assert is_bad(judged, strict=False) and is_bad(judged[3:], strict=False)
     assert "p -> d9: PEER_LOST: the peer is silent" in table(judged)
-    found = json.loads(verify_json(judged, 4, plan(layout(2, 16), layout(1, 8))))
+    found = json.loads(verify_json(judged, 4, {"kv": plan(layout(2, 16), layout(1, 8))}))
     assert [each["verdict"] for each in found["pairs"]] == ["ok", "ok", "failed", "untested"]
     assert found["pair_count"] == 4
     assert found["plan"] == {"way": "staged", "rank_pairs": 2}
@@ -98,7 +98,7 @@ def test_no_text_of_a_cluster_or_an_engine_controls_the_terminal() -> None:
     judged = judge([Measured(said, said, reason="BUSY", text=said, wire=said)])
     load = Load("host", 64 << 10, 1, 1, 4, 0, 0.1, 0.2, 1e6, said)
     assert all(line.isprintable() for line in (*table(judged), *load_table([load])))
-    assert verify_json(judged, 1, plan(layout(2, 16), layout(1, 8))).replace("\n", "").isprintable()
+    assert verify_json(judged, 1, {"kv": plan(layout(2, 16), layout(1, 8))}).replace("\n", "").isprintable()
 
 
 def test_quantiles_are_measured_values() -> None:

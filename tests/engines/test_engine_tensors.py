@@ -167,6 +167,25 @@ def test_each_element_of_a_token_lies_where_the_geometry_says(pages):
         os.close(region)
 
 
+LATENT = CacheShape(3, 8, 576, Parallel(tp=4, tp_rank=3), is_latent=True)
+
+
+@pytest.mark.parametrize("pages", [PageFormat.TOKEN_ROWS, PageFormat.BLOB])
+def test_each_rank_has_the_whole_latent_of_a_token_where_the_geometry_says(pages):
+    # An engine may keep scales in a row, so that it is longer than the latent.
+    kept = {f"model.layers.{n}.attn": torch.rand(BLOCKS, 1, TOKENS, 20) for n in range(3)}
+    shared = share(kept, LATENT, pages)
+    assert shared.layout.model == ModelShape.latent(3, 20, 4)
+    assert list(shared.layout.heads) == [0]
+    assert len(shared.geometry.planes) == 3
+    for tensor, plane in zip(kept.values(), shared.geometry.planes, strict=True):
+        memory = bytearray(tensor.untyped_storage())
+        at = plane.offset + 4 * plane.page_stride + (5 * plane.token_stride if plane.token_stride else 5 * 80)
+        assert torch.equal(torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at), tensor[4, 0, 5])
+    for region in shared.regions:
+        os.close(region)
+
+
 def test_tokens_are_not_found_in_content_of_another_size():
     odd = {f"model.layers.{n}.attn": torch.zeros(BLOCKS, 2, TOKENS, 2 * DIM + 4) for n in range(3)}
     with pytest.raises(LayoutError, match="20 elements of a token"):

@@ -41,8 +41,8 @@ def test_other_versions_are_refused_with_the_range(version):
         check_version(version)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sleep": True}])
-def test_a_dense_model_is_served(changes):
+@pytest.mark.parametrize("changes", [{}, {"sleep": True}, {"mla": True}])
+def test_models_with_one_group_of_layers_are_served(changes):
     check_engine(*engine(**changes))
 
 
@@ -50,7 +50,6 @@ def test_a_dense_model_is_served(changes):
     ("changes", "said"),
     [
         ({"groups": 2}, "2 groups"),
-        ({"mla": True}, "MLA"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         ({"speculative": object()}, "speculative"),

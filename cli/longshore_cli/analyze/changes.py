@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from longshore_spec import names
-from longshore_spec.agent_config import Attention
 from longshore_spec.agent_template import template_parts
 from longshore_spec.manifest import DisaggDeployment, Spec, UpdateType
 from longshore_spec.node_groups import groups, role_names
@@ -112,7 +111,6 @@ def _engine_parts(found: DisaggDeployment, role: str) -> Body:
     declared = _plain(spec)[role]
     return {
         "layout": {name: declared[name] for name in _LAYOUT},
-        "latent": spec.model.attention is Attention.MLA,
         "mps": spec.gpu.mps,
     }
 

@@ -11,7 +11,7 @@ import json
 from longshore_operator import kinds, names
 from longshore_operator.render.wanted import Body, Wanted, child
 from longshore_spec import names as spec_names
-from longshore_spec.agent_config import Attention, Order, Role
+from longshore_spec.agent_config import Order, Role
 from longshore_wire.names import ENGINE_SOCKET_VARIABLE, INSTANCE_PREFIX_VARIABLE
 
 # The name by which vLLM knows what an engine does with KV.
@@ -38,9 +38,9 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
     if wanted.mps is not None:
         data[spec_names.MPS_PIPE_VARIABLE] = wanted.mps.pod
         data[names.MPS_HOST_VARIABLE] = wanted.mps.host
-    # vLLM's connector registers pages of these orders and moves no MLA: engines of other deployments would be refused.
+    # vLLM's connector registers one cache, in pages of these orders: engines of other deployments would be refused.
     pages = _VLLM_PAGES.get(declared.page_order)
-    if pages is not None and wanted.config.model.attention is not Attention.MLA:
+    if pages is not None and len(wanted.config.model.all_caches) == 1:
         data[names.VLLM_CONFIG_VARIABLE] = vllm_config(role, socket, pages)
     labels = {names.ENGINE_LABEL: role}
     return child(wanted, kinds.CONFIG_MAP, {"data": data}, names.engine(wanted.name, role), labels)
