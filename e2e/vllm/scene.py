@@ -64,7 +64,7 @@ class Scene:
         keys: the agents' keys, where agents of another scene are their peers.
         digest: agents compare digests of both sides' pages.
     Attributes:
-        zero: while this file exists, received KV is zeroed; see `zeroing`.
+        zero, zero_draft: while this file exists, received KV is zeroed, or that of the draft's layers alone; see `zeroing`.
         hold: while this file exists, prefill stands still between two chunks at the token that it names.
         keep: while this folder exists, ranks write the bytes of the blocks that they offer and receive.
     """
@@ -85,6 +85,7 @@ class Scene:
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
         self.zero, self.hold, self.keep = (self._directory / name for name in ("zero", "hold", "keep"))
+        self.zero_draft = self._directory / "zero-draft"
         if keys is None:
             keys = self._directory / "keys"
             make_keys(keys)
@@ -118,7 +119,7 @@ class Scene:
                     "pages": side.pages,
                 },
             }
-            switches = {"ZERO": self.zero, "HOLD": self.hold, "KEEP": self.keep}
+            switches = {"ZERO": self.zero, "ZERO_DRAFT": self.zero_draft, "HOLD": self.hold, "KEEP": self.keep}
             environment = {f"E2E_VLLM_{name}": str(path) for name, path in switches.items()}
             if side.connectors:
                 transfer = self._several(side, transfer)

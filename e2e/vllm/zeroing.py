@@ -2,6 +2,7 @@
 
 While the file that E2E_VLLM_ZERO names exists, a rank overwrites the received KV of a request with zeros. The tokens
 must then differ from those of a single engine. Otherwise the tests would prove nothing about the transfer.
+E2E_VLLM_ZERO_DRAFT does so for the layers of a draft model alone.
 
 While the folder that E2E_VLLM_KEEP names exists, each rank writes the bytes of a room's blocks into it: of a prompt that is
 offered, and of one that has come.
@@ -25,7 +26,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from longshore_engines.handover import Claim, Offer
 from longshore_engines.vllm import LongshoreConnector
 
-ZERO, HOLD, KEEP = "E2E_VLLM_ZERO", "E2E_VLLM_HOLD", "E2E_VLLM_KEEP"
+ZERO, ZERO_DRAFT, HOLD, KEEP = "E2E_VLLM_ZERO", "E2E_VLLM_ZERO_DRAFT", "E2E_VLLM_HOLD", "E2E_VLLM_KEEP"
 LOOK_S = 0.01
 
 
@@ -34,8 +35,10 @@ class ZeroingConnector(LongshoreConnector):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._zero, self._hold, self._keep = (Path(os.environ[name]) for name in (ZERO, HOLD, KEEP))
+        paths = (Path(os.environ[name]) for name in (ZERO, ZERO_DRAFT, HOLD, KEEP))
+        self._zero, self._zero_draft, self._hold, self._keep = paths
         self._caches: list[Any] = []
+        self._drafts: list[Any] = []
         self._claimed: dict[str, Claim] = {}
         self._offered: dict[int, dict[int, int]] = {}  # by room, blocks by the number of their first token
 
@@ -43,6 +46,7 @@ class ZeroingConnector(LongshoreConnector):
         """Keep the addresses of the blocks."""
         super().register_kv_caches(kv_caches)
         self._caches = list(kv_caches.values())
+        self._drafts = [tensor for name, tensor in kv_caches.items() if name.startswith("draft_model.")]
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Keep the target blocks of each request."""
@@ -81,9 +85,9 @@ class ZeroingConnector(LongshoreConnector):
                 continue
             pages = list(claim.pages)
             self._write("received", claim.room, pages)
-            if pages and self._zero.exists():
-                for cache in self._caches:
-                    cache[pages] = 0
+            zeroed = self._caches if self._zero.exists() else self._drafts if self._zero_draft.exists() else []
+            for cache in zeroed if pages else ():
+                cache[pages] = 0
         return results
 
     def _write(self, kind: str, room: int, pages: list[int]) -> None:

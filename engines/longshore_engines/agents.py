@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from longshore_client.client import Client
 from longshore_client.errors import HelloRefused
 from longshore_client.registration import connect
-from longshore_engines.tensors import SharedCache
+from longshore_engines.tensors import SharedCaches
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 
 
 def registered(
-    socket: str | None, instance: str, shared: SharedCache, roles: Sequence[Half], timeout_s: float, log: logging.Logger
+    socket: str | None,
+    instance: str,
+    shared: SharedCaches,
+    roles: Sequence[Half],
+    timeout_s: float,
+    log: logging.Logger,
 ) -> tuple[Client, tuple[Half, ...]]:
     """Return a client and the roles that it is registered for.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from longshore_client.arguments import CacheTokens
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, ArgumentError, Busy, CallTimeout, ClientClosed
 from longshore_wire.bindings import UNBOUND, Binding
@@ -125,10 +126,14 @@ class Halves:
         client: connected, with its pool registered. Nothing else may call its `poll` and `wait`.
         log: of the engine's connector.
         waits_for_agent: repeat calls while the agent is away. An engine that can compute a prompt itself does not wait.
+        cache_count: caches of the layout, all of which have a sequence in the same pages.
     """
 
-    def __init__(self, client: Client, log: logging.Logger, *, waits_for_agent: bool = False) -> None:
+    def __init__(
+        self, client: Client, log: logging.Logger, *, waits_for_agent: bool = False, cache_count: int = 1
+    ) -> None:
         self._client = client
+        self._others = range(1, cache_count)
         self._repeated = (Busy, AgentLost) if waits_for_agent else (Busy,)
         self._table = _Table()
         self._calls = CallThread("longshore-calls", log)
@@ -169,7 +174,12 @@ class Halves:
         def send(timeout_s: float) -> None:
             where = (room, pages, first_token, end_token)
             self._client.send(
-                *where, last=last, prompt=binding.prompt, capability=binding.capability, timeout_s=timeout_s
+                *where,
+                last=last,
+                prompt=binding.prompt,
+                capability=binding.capability,
+                timeout_s=timeout_s,
+                others=self._also(pages, first_token, end_token),
             )
 
         self._put(found, send, fence)
@@ -221,6 +231,7 @@ class Halves:
                 prompt=binding.prompt,
                 capability=binding.capability,
                 timeout_s=timeout_s,
+                others=self._also(pages, first_token, end_token),
             )
 
         self._put(found, receive, fence, ends_ask=found.was_asked)
@@ -277,6 +288,10 @@ class Halves:
         self._calls.close()
         if self._events is not None:
             self._events.join()
+
+    def _also(self, pages: Sequence[int], first_token: int, end_token: int) -> list[CacheTokens]:
+        """Return what other caches have in these pages."""
+        return [CacheTokens(cache, pages, first_token, end_token) for cache in self._others]
 
     def _opened(self, key: Key, *, takes_asked: bool = False) -> OpenHalf:
         with self._table.lock:

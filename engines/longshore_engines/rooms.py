@@ -71,16 +71,23 @@ class RankRooms:
         client: connected, with its pool registered.
         limit_s: a room that is not done after this time is cancelled. Its pages return when no process uses them.
         asks: this rank asks for rooms, on behalf of all ranks of its engine.
+        cache_count: see `Halves`.
     """
 
     def __init__(
-        self, client: Client, limit_s: float, clock_s: Callable[[], float] = time.monotonic, *, asks: bool = True
+        self,
+        client: Client,
+        limit_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        asks: bool = True,
+        cache_count: int = 1,
     ) -> None:
         self._asks = asks
         self._client = client
         self._limit_s = limit_s
         self._clock_s = clock_s
-        self._halves = Halves(client, _log)
+        self._halves = Halves(client, _log, cache_count=cache_count)
         # In the order of `since_s`.
         self._open: dict[Key, _Request] = {}
         self._by_request: dict[str, Key] = {}

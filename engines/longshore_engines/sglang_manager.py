@@ -101,7 +101,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         role = Half.SOURCE if self.is_source else Half.TARGET
         try:
             self.client, _ = registered(None, instance, shared, (role,), CONNECT_LIMIT_S, _log)
-            self.client.register_pool(0, shared.geometry, shared.regions)
+            self.client.register_pool(0, shared.geometries[0], shared.regions)
         finally:
             for region in shared.regions:
                 if isinstance(region, int):

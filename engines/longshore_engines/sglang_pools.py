@@ -15,7 +15,7 @@ from longshore_client.errors import ArgumentError
 from longshore_client.memory import torch_region
 from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
-from longshore_engines.tensors import SharedCache, share_rows
+from longshore_engines.tensors import SharedCaches, share_rows
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 # The pools of this process whose memory was moved before SGLang took pointers. A model may have several.
@@ -67,7 +67,7 @@ def found_pool(pointers: Sequence[int]) -> Any:
     )
 
 
-def shared_pool(pool: Any, kv_heads: int, layers: Sequence[int], parallel: Parallel, page_size: int) -> SharedCache:
+def shared_pool(pool: Any, kv_heads: int, layers: Sequence[int], parallel: Parallel, page_size: int) -> SharedCaches:
     """Share a found pool.
 
     Args:

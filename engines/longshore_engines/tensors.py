@@ -7,10 +7,13 @@ of a tensor. Sharing moves a CPU tensor's bytes, so raw pointers that were taken
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from longshore_client.cuda import device_name, device_region
 from longshore_client.errors import ArgumentError
@@ -69,13 +72,19 @@ class CacheShape(NamedTuple):
     parallel: Parallel
     stage_layers: tuple[int, ...] | None = None
     is_latent: bool = False  # MLA: one latent a token, of any length, and no heads to split
+    name: str = "kv"
 
 
-class SharedCache(NamedTuple):
-    """Arguments for `connect` and `Client.register_pool`. The caller closes the descriptors."""
+class SharedCaches(NamedTuple):
+    """Arguments for `connect` and `Client.register_pool`. The caller closes the descriptors.
+
+    Attributes:
+        layout: of all caches.
+        geometries: of each cache, whose pages lie in `regions`.
+    """
 
     layout: KVLayout
-    geometry: PoolGeometry
+    geometries: tuple[PoolGeometry, ...]
     regions: tuple[int, ...] | tuple[DeviceRegion, ...]
     device: str
 
@@ -115,6 +124,7 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
         tokens,
         PageOrder.OPAQUE if pages is PageFormat.BLOB else PageOrder.HND,
         stage_layers=cache.stage_layers,
+        name=cache.name,
         blob_bytes=tokens * content * first.element_size() if pages is PageFormat.BLOB else 0,
     )
     layout.check()
@@ -135,18 +145,27 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
     return layout
 
 
-def share(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFormat = PageFormat.BLOB) -> SharedCache:
+def share(
+    caches: Sequence[tuple[Mapping[str, KVTensor], CacheShape]], pages: PageFormat = PageFormat.BLOB
+) -> SharedCaches:
     """Move CPU tensors to shared memory in place, or get the handles of a GPU's. Call it once, before their first use.
 
+    Args:
+        caches: of each, its tensors by layer name, and its shape.
     Raises:
         LayoutError, ArgumentError: as `layout_of`, or the memory cannot be shared.
     """
-    layout = layout_of(tensors, cache, pages)
-    ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
-    return _shared(ordered, layout, ordered[0].shape[0], lambda blocks: _planes(blocks, layout, pages))
+    parts = []
+    for tensors, shape in caches:
+        layout = layout_of(tensors, shape, pages)
+        ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
+        parts.append(
+            _Part(ordered, layout, ordered[0].shape[0], functools.partial(_planes, layout=layout, pages=pages))
+        )
+    return _shared(parts)
 
 
-def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCache:
+def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCaches:
     """Share tensors that have a row for each token, as `share` does: page p is the rows from p * page_size on.
 
     Args:
@@ -176,23 +195,27 @@ def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCache:
             PlaneGeometry(each.region, each.offset, page_size * row_bytes, row_bytes, head_bytes) for each in blocks
         )
 
-    return _shared(tensors, layout, tensors[0].shape[0] // page_size, planes)
+    return _shared([_Part(tensors, layout, tensors[0].shape[0] // page_size, planes)])
 
 
-def _shared(
-    ordered: Sequence[KVTensor],
-    layout: KVLayout,
-    page_count: int,
-    planes: Callable[[Sequence[_Blocks]], tuple[PlaneGeometry, ...]],
-) -> SharedCache:
-    first = ordered[0]
+class _Part(NamedTuple):
+    """One cache: its tensors in the order of its planes, and the function that places these."""
+
+    ordered: Sequence[KVTensor]
+    layout: KVLayout
+    page_count: int
+    planes: Callable[[Sequence[_Blocks]], tuple[PlaneGeometry, ...]]
+
+
+def _shared(parts: Sequence[_Part]) -> SharedCaches:
+    first = parts[0].ordered[0]
     regions: list[int | DeviceRegion] = []
     region_bytes: list[int] = []
     found: dict[int, int] = {}  # region by the address of its storage
-    blocks: list[_Blocks] = []
     on_cpu = first.device.type == "cpu"
     try:
-        for tensor in ordered:
+        blocks: list[list[_Blocks]] = [[] for _ in parts]
+        for number, tensor in ((number, tensor) for number, part in enumerate(parts) for tensor in part.ordered):
             if on_cpu and tensor.untyped_storage().data_ptr() not in found:
                 descriptor, _, length_bytes = torch_region(tensor)
                 regions.append(descriptor)
@@ -203,16 +226,22 @@ def _shared(
                 regions.append(device_region(_whole(tensor)))
                 region_bytes.append(tensor.untyped_storage().nbytes())
                 found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
-            blocks.append(_blocks_of(tensor, found[tensor.untyped_storage().data_ptr()]))
-        geometry = PoolGeometry(page_count, tuple(region_bytes), planes(blocks))
-        geometry.check(layout)
+            blocks[number].append(_blocks_of(tensor, found[tensor.untyped_storage().data_ptr()]))
+        geometries = tuple(
+            PoolGeometry(part.page_count, tuple(region_bytes), part.planes(own))
+            for part, own in zip(parts, blocks, strict=True)
+        )
+        layout = msgspec.structs.replace(parts[0].layout, others=tuple(part.layout for part in parts[1:]))
+        layout.check()
+        for geometry, part in zip(geometries, parts, strict=True):
+            geometry.check(part.layout)
     except BaseException:
         for region in regions:
             if isinstance(region, int):
                 os.close(region)
         raise
     device = "cpu" if on_cpu else device_name(first)
-    return SharedCache(layout, geometry, tuple(regions), device)  # type: ignore[arg-type]
+    return SharedCaches(layout, geometries, tuple(regions), device)  # type: ignore[arg-type]
 
 
 class _whole:  # noqa: N801 - reads as the tensor's storage, seen as a tensor

@@ -34,8 +34,8 @@ from longshore_engines.agents import registered
 from longshore_engines.handover import Offer, Order, Prompt, token_content
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
-from longshore_engines.tensors import CacheShape, PageFormat, share
-from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
+from longshore_engines.tensors import CacheShape, PageFormat, layer_number, share
+from longshore_engines.vllm_checks import check_engine, check_version, is_draft, page_format, roles_of, setting
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -220,7 +220,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Share this rank's cache with the agent; called once, before anything is computed."""
         written_by, dtype = _written_by(self._vllm_config, next(iter(kv_caches))), next(iter(kv_caches.values())).dtype
         pages = page_format(self._setting.pages, written_by)
-        shared = share(kv_caches, _cache_shape(self._vllm_config), pages)
+        shared = share(_caches(self._vllm_config, kv_caches), pages)
         self._on_device = shared.device != "cpu"
         try:
             self._client, self._roles = registered(
@@ -231,7 +231,8 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
                 self._setting.connect_s,
                 _log,
             )
-            self._client.register_pool(0, shared.geometry, shared.regions)
+            for index, geometry in enumerate(shared.geometries):
+                self._client.register_pool(index, geometry, shared.regions)
         finally:
             for region in shared.regions:
                 if isinstance(region, int):
@@ -242,7 +243,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             self._content = f"vLLM's latents of {dtype}" if shared.layout.model.kinds == 1 else token_content(dtype)
         parallel = shared.layout.parallel
         self._rooms = RankRooms(
-            self._client, self._setting.limit_s, asks=parallel.tp_rank == 0 and parallel.pp_rank == 0
+            self._client,
+            self._setting.limit_s,
+            asks=parallel.tp_rank == 0 and parallel.pp_rank == 0,
+            cache_count=len(shared.geometries),
         )
 
     def get_handshake_metadata(self) -> RankHandshake | None:
@@ -354,6 +358,26 @@ def _prompt_of(request: Any) -> Prompt:
         request.cache_salt or "",
         tuple(feature.identifier for feature in request.mm_features),
     )
+
+
+def _caches(vllm_config: Any, kv_caches: dict[str, Any]) -> list[tuple[dict[str, Any], CacheShape]]:
+    """Return the layers of the model and, if there are some, those of its draft, which vLLM numbers beside or after them."""
+    target = _cache_shape(vllm_config)
+    own = {name: tensor for name, tensor in kv_caches.items() if not is_draft(name, target.layers)}
+    drafts = sorted(kv_caches.keys() - own.keys(), key=layer_number)
+    found = [(own, target)]
+    if drafts:
+        draft = vllm_config.speculative_config.draft_model_config
+        shape = target._replace(
+            layers=len(drafts),
+            kv_heads=draft.get_total_num_kv_heads(),
+            head_dim=draft.get_head_size(),
+            stage_layers=None,
+            is_latent=draft.use_mla,
+            name="draft",
+        )
+        found.append(({f"layers.{number}": kv_caches[name] for number, name in enumerate(drafts)}, shape))
+    return found
 
 
 def _cache_shape(vllm_config: Any) -> CacheShape:

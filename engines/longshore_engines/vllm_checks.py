@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.tensors import PageFormat
+from longshore_engines.tensors import PageFormat, layer_number
 from longshore_wire.engine_messages import Half
 
 # vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
@@ -36,6 +36,9 @@ PAGE_FORMATS = {
     "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
+# Ways of speculative decoding: one without layers, and a small model with a cache of its own.
+DRAFT_MODEL = "draft_model"
+SPECULATIVE_METHODS = frozenset({"ngram", DRAFT_MODEL})
 
 
 class Setting(NamedTuple):
@@ -148,5 +151,24 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             "enable_sleep_mode is on: this vLLM gives its cache's memory away without telling its connector, while the "
             "agent has it mapped; start without sleep mode"
         )
-    if vllm_config.speculative_config is not None:
-        raise ArgumentError("speculative decoding is on: its draft layers have a cache of their own that is not moved")
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method not in SPECULATIVE_METHODS:
+        raise ArgumentError(
+            f"speculative_config.method is {speculative.method!r}: only {', '.join(sorted(SPECULATIVE_METHODS))} were tried"
+        )
+    draft_tp = getattr(speculative, "draft_tensor_parallel_size", None) or parallel.tensor_parallel_size
+    if speculative.method == DRAFT_MODEL and (draft_tp, parallel.pipeline_parallel_size) != (
+        parallel.tensor_parallel_size,
+        1,
+    ):
+        raise ArgumentError(
+            f"draft_tensor_parallel_size is {draft_tp} and pipeline_parallel_size {parallel.pipeline_parallel_size}: the draft's layers "
+            f"are moved if the one is tensor_parallel_size, {parallel.tensor_parallel_size}, and the other 1"
+        )
+
+
+def is_draft(name: str, layers: int) -> bool:
+    """Return whether a layer is of the draft of a model of `layers` layers, by its name."""
+    return name.startswith("draft_model.") or layer_number(name) >= layers

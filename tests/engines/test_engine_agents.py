@@ -10,12 +10,12 @@ from scene import LAYOUT
 
 from longshore_client import ArgumentError, Half, HelloRefused, PoolGeometry, Reason
 from longshore_engines.agents import registered
-from longshore_engines.tensors import SharedCache
+from longshore_engines.tensors import SharedCaches
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Refused, Welcome
 
 LOG = logging.getLogger("longshore.test")
 BOTH = (Half.SOURCE, Half.TARGET)
-SHARED = SharedCache(LAYOUT, PoolGeometry(1, (1,), ()), (), "cpu")
+SHARED = SharedCaches(LAYOUT, (PoolGeometry(1, (1,), ()),), (), "cpu")
 
 
 def greeting(allowed, reason=Reason.LAYOUT_MISMATCH):

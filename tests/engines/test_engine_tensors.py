@@ -38,14 +38,14 @@ def tensors(layers=(0, 1, 2), *, heads=2, one_storage=True, dtype=torch.float32)
 @pytest.mark.parametrize("one_storage", [True, False])
 def test_every_blob_lies_where_the_geometry_says_and_later_writes_are_seen(one_storage):
     kept = tensors(one_storage=one_storage)
-    shared = share(kept, cache())
+    shared = share([(kept, cache())])
     assert len(shared.regions) == (1 if one_storage else 3)
     assert (shared.device, shared.layout.order, shared.layout.page_size) == ("cpu", PageOrder.OPAQUE, TOKENS)
     # Written after sharing, through the tensors that the engine still uses.
     for number, tensor in enumerate(kept.values()):
         tensor[4, 1] = 100.0 + number
-    maps = [mmap.mmap(fd, size) for fd, size in zip(shared.regions, shared.geometry.region_bytes, strict=True)]
-    for number, plane in enumerate(shared.geometry.planes):
+    maps = [mmap.mmap(fd, size) for fd, size in zip(shared.regions, shared.geometries[0].region_bytes, strict=True)]
+    for number, plane in enumerate(shared.geometries[0].planes):
         for block, head, wanted in ((4, 1, 100.0 + number), (4, 0, number), (5, 1, number)):
             begin = plane.offset + block * plane.page_stride + head * plane.head_stride
             blob = bytearray(maps[plane.region][begin : begin + shared.layout.opaque_bytes])
@@ -73,8 +73,8 @@ def test_a_stage_of_a_pipeline_holds_its_own_layers():
 
 def test_layers_are_taken_by_their_numbers_and_not_by_their_order():
     names = dict(reversed(tensors(tuple(range(11))).items()))
-    shared = share(names, cache(layers=11))
-    offsets = [plane.offset for plane in shared.geometry.planes]
+    shared = share([(names, cache(layers=11))])
+    offsets = [plane.offset for plane in shared.geometries[0].planes]
     assert offsets == sorted(offsets)
     os.close(shared.regions[0])
 
@@ -93,7 +93,7 @@ def test_layers_are_taken_by_their_numbers_and_not_by_their_order():
 )
 def test_what_cannot_be_moved_is_refused_by_name(given, shape, said):
     with pytest.raises((LayoutError, ArgumentError), match=said):
-        share(given, cache(**shape))
+        share([(given, cache(**shape))])
 
 
 @pytest.mark.parametrize("name", ["attn", "layers.1.experts.2.attn"])
@@ -124,18 +124,18 @@ def test_tensors_on_a_gpu_stay_where_they_are_and_go_by_one_handle_an_allocation
     monkeypatch.setattr("longshore_engines.tensors.device_name", lambda tensor: "GPU-7")
     kept = tensors()
     storage = next(iter(kept.values())).untyped_storage()
-    shared = share({name: OnDevice(tensor) for name, tensor in kept.items()}, cache())
+    shared = share([({name: OnDevice(tensor) for name, tensor in kept.items()}, cache())])
     assert (shared.device, shared.regions) == ("GPU-7", (DeviceRegion(b"h" * 64, 512),))
     # The handle refers to the storage's first byte; plane offsets count from there.
     assert asked == [storage.data_ptr()]
-    assert shared.geometry.region_bytes == (storage.nbytes(),)
+    assert shared.geometries[0].region_bytes == (storage.nbytes(),)
     layer_bytes = storage.nbytes() // 3
-    assert [plane.offset for plane in shared.geometry.planes] == [0, layer_bytes, 2 * layer_bytes]
+    assert [plane.offset for plane in shared.geometries[0].planes] == [0, layer_bytes, 2 * layer_bytes]
 
 
 @pytest.mark.parametrize("pages", [PageFormat.TOKEN_ROWS, PageFormat.TRANSPOSED_KEYS])
 def test_each_element_of_a_token_lies_where_the_geometry_says(pages):
-    shared = share(tensors(one_storage=False), cache(), pages)
+    shared = share([(tensors(one_storage=False), cache())], pages)
     assert (shared.layout.order, shared.layout.page_size, shared.layout.blob_bytes) == (PageOrder.HND, TOKENS, 0)
     kept = tensors(one_storage=False)
     for number, tensor in enumerate(kept.values()):
@@ -153,7 +153,7 @@ def test_each_element_of_a_token_lies_where_the_geometry_says(pages):
     for number, tensor in enumerate(kept.values()):
         memory = bytearray(tensor.untyped_storage())
         for token, kind in ((0, 0), (5, 0), (31, 1)):
-            plane = shared.geometry.planes[kind * layers + number]
+            plane = shared.geometries[0].planes[kind * layers + number]
             at = plane.offset + 4 * plane.page_stride + plane.head_stride + token * plane.token_stride
             found = [
                 torch.frombuffer(
@@ -162,7 +162,7 @@ def test_each_element_of_a_token_lies_where_the_geometry_says(pages):
                 for i in range(DIM)
             ]
             assert found == [i + 1000 * token + 100 * kind + 10_000 * number for i in range(DIM)]
-    shared.geometry.check(shared.layout)
+    shared.geometries[0].check(shared.layout)
     for region in shared.regions:
         os.close(region)
 
@@ -174,16 +174,34 @@ LATENT = CacheShape(3, 8, 576, Parallel(tp=4, tp_rank=3), is_latent=True)
 def test_each_rank_has_the_whole_latent_of_a_token_where_the_geometry_says(pages):
     # An engine may keep scales in a row, so that it is longer than the latent.
     kept = {f"model.layers.{n}.attn": torch.rand(BLOCKS, 1, TOKENS, 20) for n in range(3)}
-    shared = share(kept, LATENT, pages)
+    shared = share([(kept, LATENT)], pages)
     assert shared.layout.model == ModelShape.latent(3, 20, 4)
     assert list(shared.layout.heads) == [0]
-    assert len(shared.geometry.planes) == 3
-    for tensor, plane in zip(kept.values(), shared.geometry.planes, strict=True):
+    assert len(shared.geometries[0].planes) == 3
+    for tensor, plane in zip(kept.values(), shared.geometries[0].planes, strict=True):
         memory = bytearray(tensor.untyped_storage())
         at = plane.offset + 4 * plane.page_stride + (5 * plane.token_stride if plane.token_stride else 5 * 80)
         assert torch.equal(torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at), tensor[4, 0, 5])
     for region in shared.regions:
         os.close(region)
+
+
+def test_two_caches_share_their_memory_once_and_each_has_its_layers():
+    whole = torch.arange(3 * BLOCKS * 2 * TOKENS * 2 * DIM, dtype=torch.float32)
+    parts = whole.view(3, BLOCKS, 2, TOKENS, 2 * DIM)
+    target = {f"model.layers.{n}.attn": parts[n] for n in range(2)}
+    draft = cache(layers=1)._replace(name="draft")
+    shared = share([(target, cache(layers=2)), ({"layers.0": parts[2]}, draft)], PageFormat.TOKEN_ROWS)
+    assert len(shared.regions) == 1
+    assert [(each.name, list(each.layers)) for each in shared.layout.caches] == [("kv", [0, 1]), ("draft", [0])]
+    memory = bytearray(whole.untyped_storage())
+    layers = [shared.geometries[0].planes[0], shared.geometries[0].planes[1], shared.geometries[1].planes[0]]
+    for number, plane in enumerate(layers):
+        at = plane.offset + 4 * plane.page_stride + plane.head_stride + 5 * plane.token_stride
+        assert torch.equal(
+            torch.frombuffer(memory, dtype=torch.float32, count=DIM, offset=at), parts[number, 4, 1, 5, :DIM]
+        )
+    os.close(shared.regions[0])
 
 
 def test_tokens_are_not_found_in_content_of_another_size():
@@ -198,9 +216,9 @@ def test_rows_of_tokens_are_shared_with_k_and_v_of_a_layer_in_one_region():
     shared = share_rows([*(each[0] for each in layers), *(each[1] for each in layers)], layout)
     for descriptor in shared.regions:
         os.close(descriptor)
-    assert (shared.geometry.page_count, len(shared.regions), shared.device) == (4, 2, "cpu")
+    assert (shared.geometries[0].page_count, len(shared.regions), shared.device) == (4, 2, "cpu")
     half_bytes = 16 * 2 * 8 * 4
-    assert [(each.region, each.offset) for each in shared.geometry.planes] == [
+    assert [(each.region, each.offset) for each in shared.geometries[0].planes] == [
         (0, 0),
         (1, 0),
         (0, half_bytes),

@@ -9,7 +9,10 @@ import pytest
 
 from longshore_client import ArgumentError, Half
 from longshore_engines.tensors import PageFormat
-from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
+from longshore_engines.vllm_checks import check_engine, check_version, is_draft, page_format, roles_of, setting
+
+DRAFT = SimpleNamespace(method="draft_model", draft_tensor_parallel_size=2)
+NGRAM = SimpleNamespace(method="ngram", draft_tensor_parallel_size=None)
 
 
 def engine(*, groups=1, **changes):
@@ -19,10 +22,15 @@ def engine(*, groups=1, **changes):
         "device": "cpu",
         "context_parallel": 1,
         "speculative": None,
+        "stages": 1,
         **changes,
     }
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=values["context_parallel"]),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=values["context_parallel"],
+            tensor_parallel_size=2,
+            pipeline_parallel_size=values["stages"],
+        ),
         model_config=SimpleNamespace(use_mla=values["mla"], enable_sleep_mode=values["sleep"]),
         device_config=SimpleNamespace(device_type=values["device"]),
         speculative_config=values["speculative"],
@@ -41,7 +49,9 @@ def test_other_versions_are_refused_with_the_range(version):
         check_version(version)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sleep": True}, {"mla": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sleep": True}, {"mla": True}, {"speculative": DRAFT}, {"speculative": NGRAM}]
+)
 def test_models_with_one_group_of_layers_are_served(changes):
     check_engine(*engine(**changes))
 
@@ -52,7 +62,12 @@ def test_models_with_one_group_of_layers_are_served(changes):
         ({"groups": 2}, "2 groups"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
-        ({"speculative": object()}, "speculative"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "method is 'eagle': only draft_model, ngram were tried"),
+        (
+            {"speculative": SimpleNamespace(method="draft_model", draft_tensor_parallel_size=1)},
+            "draft_tensor_parallel_size is 1",
+        ),
+        ({"speculative": DRAFT, "stages": 2}, "pipeline_parallel_size 2"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_by_name(changes, said):
@@ -99,3 +114,10 @@ def test_tokens_are_shared_only_of_backends_whose_pages_are_known():
         page_format("tokens", "CPU_ATTN amx")
     with pytest.raises(ArgumentError, match="pages is 'pages'"):
         setting({"pages": "pages"})
+
+
+def test_layers_of_a_draft_are_told_from_those_of_the_model_by_their_names():
+    # A draft model, a head that vLLM numbers after the model's layers, and the model itself.
+    assert is_draft("draft_model.model.layers.0.self_attn.attn", 4)
+    assert is_draft("model.layers.4.self_attn.attn", 4)
+    assert not is_draft("model.layers.3.self_attn.attn", 4)
