@@ -217,6 +217,7 @@ class Client:
             pages: [page_count] ids, or packed int32, little endian; the first is page number `first_token // page_size`
                 of the sequence, the last holds token `end_token - 1`.
             last: True: `end_token` is the sequence's length, and every cache is offered up to it now. Such a chunk may be empty.
+                A cache with PageOrder.SLOT comes once, from token 0 and with `last`; its pages are those of its layers.
             others: the same for further caches of the layout; the arguments above are of the first one.
             prompt: a digest of the prompt, up to 16 bytes, the same for all chunks; empty: none. If decode's claim has
                 another one, the room fails with PROMPT_MISMATCH. Agents neither show nor log it.
@@ -283,7 +284,8 @@ class Client:
             memory: that of the pages, DEVICE or HOST; None: the deployment's `decode.target`.
             digest: compare digests of both sides' pages, even if the deployment does not (`integrity.digest`). If they differ,
                 the room fails with DIGEST_MISMATCH and names layer, head and rank.
-            others: the same for all further caches of the layout; the arguments above are of the first one.
+            others: the same for all further caches of the layout; the arguments above are of the first one. A cache with
+                PageOrder.SLOT is claimed whole, from token 0, or not at all, from `end_token`.
             prompt, capability: see `send`.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.

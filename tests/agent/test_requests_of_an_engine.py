@@ -268,6 +268,17 @@ def test_a_pool_is_answered_for_only_when_its_rooms_are_released(make):
     assert not target.requests.pools
 
 
+def test_a_room_is_not_opened_by_one_cache_while_the_pool_of_another_leaves_or_is_not_there(make):
+    source = make("P", Half.SOURCE)
+    source.register()
+    requests = source.requests
+    requests.caches = (*requests.caches, msgspec.structs.replace(requests.caches[0], name="draft"))
+    # A room would wait for its second cache without end, and so would whoever unregisters that cache's pool.
+    answer = source.say(offer(1, 0, 6, pages(3, 9), last=False))
+    assert isinstance(answer, Refused)
+    assert (answer.reason, requests.tables) == (Reason.UNKNOWN_POOL, {})
+
+
 def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_it_mapped(make):
     target = make("D", Half.TARGET, page_size=8)
     target.register()

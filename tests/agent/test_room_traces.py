@@ -297,7 +297,7 @@ def test_a_step_of_an_engine_that_ends_in_the_future_is_dropped() -> None:
 
 
 def ended(room: int) -> RoomEnded:
-    pairs = (PairEnd(PeerId("p", 0, 1), Way.STAGED, 2),)
+    pairs = (PairEnd(PeerId("p", 0, 1), Way.STAGED, 2, 0),)
     return RoomEnded(Half.TARGET, RoomKey("p", room), Reason.NONE, "", 4096, 1, pairs)
 
 
@@ -332,14 +332,14 @@ def report(**changes: Any) -> RoomReport:
     fields = {
         "worker": "d/0/0", "half": Half.TARGET.name.lower(), "instance": "p", "room": "7", "opened_ns": 1,
         "ended_ns": 2, "outcome": "done", "reason": "", "text": "", "bytes_moved": 3,
-        "pairs": (PairReport("p/0/0", "staged", "TCP", 1),),
+        "pairs": (PairReport("p/0/0", "staged", "TCP", 1, 0),),
     }  # fmt: skip
     return RoomReport(**fields | changes)
 
 
 def test_a_report_of_any_length_is_cut_into_messages_that_fit_a_datagram() -> None:
     step = StepReport("n" * 256, "handle", 1, 2, 0, 3, 4, 2**62, 2**63)
-    pairs = tuple(PairReport(f"{'p' * 100}/0/{rank}", "staged", "SharedMemory", 1) for rank in range(1000))
+    pairs = tuple(PairReport(f"{'p' * 100}/0/{rank}", "staged", "SharedMemory", 1, 0) for rank in range(1000))
     long = report(text="t" * 100_000, pairs=pairs, instance="i" * 256)
     parts = long.parts([step] * (2 * STEPS_PER_MESSAGE + 1))
     assert [(part.is_first, len(part.steps)) for part in parts] == [

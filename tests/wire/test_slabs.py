@@ -63,12 +63,12 @@ def test_slabs_are_whole_pages_within_the_limit_and_no_more_than_pages_demand(
     assert SlabGrid(0, count, tokens).count <= most
 
 
-@given(unit=st.integers(1, 1 << 30), writers=st.integers(1, 8), on_gpu=st.booleans())
+@given(unit=st.integers(1, 1 << 30), writers=st.integers(1, 8), caches=st.integers(1, 16), on_gpu=st.booleans())
 def test_the_staging_of_tests_holds_two_units_of_each_writer_and_no_more_than_the_deployment_has(
-    unit: int, writers: int, *, on_gpu: bool
+    unit: int, writers: int, caches: int, *, on_gpu: bool
 ) -> None:
-    lane, ring = staging_of_tests(1 << 40, 1 << 40, unit, on_gpu=on_gpu)
-    assert slab_limit_bytes(lane, ring, writers) >= -(-unit // writers)
+    lane, ring = staging_of_tests(1 << 40, 1 << 40, unit, on_gpu=on_gpu, cache_count=caches)
+    assert slab_limit_bytes(lane, ring, caches * writers) >= -(-unit // writers)
     assert staging_of_tests(1 << 10, 1 << 12, unit, on_gpu=on_gpu) == (1 << 10, 1 << 12)
 
 

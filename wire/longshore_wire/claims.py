@@ -177,7 +177,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     Args:
         sound: by cache, pools of `attach` that earlier claims found to fit its layout. This call adds the claim's pool.
     Raises:
-        RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
+        RingError: the target has no ring, or its ring is too small for one unit of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
         RoomError: the tokens are no range or split an opaque page; or the way writes in place, and our pages cannot be read
             in place or the target's pool or pages are unknown.
@@ -309,7 +309,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: tuple[Plan, ...
 
     Raises:
         RoomError: the endpoint lacks a rank, the prefix ends within an opaque page, or our pages cannot be written in place.
-        RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
+        RingError: the ring could never hold two slabs of one unit for each source rank and cache.
     """
     rank, place = config.layout.rank, config.layout.parallel
     known = {rank.rank: rank for rank in wanted.endpoint.ranks}
@@ -361,9 +361,10 @@ def _first_way(
     return way, why, left_open
 
 
-def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
-    if pair.unit_bytes > slab_limit_bytes(_ANY_LANE, config.ring_bytes, source_count):
+def _check_ring(config: SessionConfig, pair: Pair, writer_count: int) -> None:
+    if pair.unit_bytes > slab_limit_bytes(_ANY_LANE, config.ring_bytes, writer_count):
+        unit = "one layer of a slot" if pair.slot else f"{pair.unit_tokens} tokens"
         raise RingError(
-            f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even {pair.unit_tokens} tokens "
-            f"({pair.unit_bytes} bytes) for each of {source_count} source ranks: enlarge it"
+            f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even {unit} ({pair.unit_bytes} bytes) for "
+            f"each of {writer_count} source ranks, counted once for each cache: enlarge it"
         )

@@ -167,14 +167,14 @@ class StartWrite(msgspec.Struct, frozen=True):
     peer: PeerId
     pair: PairKey
     slab: int
-    tokens: tuple[int, int]
+    tokens: tuple[int, int]  # units of the route: of a slot, layers
     route: Pair
     way: Way
     payload_bytes: int
     offset_bytes: int  # in the target's ring; 0 if pages are written in place
     generation: int
     total_tokens: int  # -1: the engine has not said `last` yet
-    target_pages: bytes  # int32, little endian, from page number first claimed token // page size on; empty if staged
+    target_pages: bytes  # int32, little endian, from the first claimed page on; empty if staged
     first_claimed_token: int
     digest_key: bytes = b""  # empty: no digests
 
@@ -192,7 +192,7 @@ class StartScatter(msgspec.Struct, frozen=True):
     peer: PeerId
     pair: PairKey
     slab: int
-    tokens: tuple[int, int]
+    tokens: tuple[int, int]  # as of StartWrite
     route: Pair
     payload_bytes: int
     offset_bytes: int
@@ -212,6 +212,7 @@ class PairEnd(NamedTuple):
     peer: PeerId
     way: Way | None
     slab_count: int
+    cache: int
 
 
 class RoomEnded(msgspec.Struct, frozen=True):
@@ -232,7 +233,8 @@ class RoomEnded(msgspec.Struct, frozen=True):
 
     def about(self) -> dict[str, str]:
         """Return the fields of a log line on this end, see `log_lines`."""
-        peers = ",".join(pair.peer.path for pair in self.pairs)
+        # One peer has a pair for each cache.
+        peers = ",".join(dict.fromkeys(pair.peer.path for pair in self.pairs))
         return {
             "instance": self.key.instance,
             "room": room_name(self.key.room),

@@ -195,7 +195,7 @@ class UnregisterPool(msgspec.Struct, frozen=True, array_like=True, tag=69):
 class CachePages(msgspec.Struct, frozen=True, array_like=True):
     """Pages of one cache that hold tokens [first, end) of the sequence.
 
-    `pages[0]` is page number first_token // page_size of the sequence. A long list is split over several messages that
+    Which pages hold them, `KVLayout.pages_of` says. A long list is split over several messages that
     differ in `page_offset` and `pages`; a list of an Offer never is.
     """
 

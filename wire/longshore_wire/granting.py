@@ -43,7 +43,6 @@ class Granter:
         self._blocked_since_ns: int | None = None
         self.credit_waits = 0
         self.credit_wait_ns = 0
-        self.granted_bytes = 0
 
     @property
     def blocked(self) -> bool:
@@ -94,7 +93,6 @@ class Granter:
             pair.regions[slab] = region
             pair.step_slab(slab, TargetEvent.GRANT)
             room.ring_bytes += region.length_bytes
-            self.granted_bytes += region.length_bytes
             queue.rotate(-1)
             self._turns.rotate(-1)
             yield room.key, pair, self.grant(pair, slab)

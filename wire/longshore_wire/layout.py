@@ -177,7 +177,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     model: ModelShape
     parallel: Parallel
-    page_size: int  # tokens
+    page_size: int  # tokens; of a slot, layers that one page id covers
     order: PageOrder = PageOrder.NHD
     layer_range: tuple[int, int] | None = None  # (first, end); None: `stage_layers` applies
     stage_layers: tuple[int, ...] | None = None  # layers of each stage, in order; None: an even split

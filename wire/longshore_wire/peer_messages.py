@@ -142,7 +142,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The target wants tokens [first, end) of a room from this source. Repeated until a Demand answers it.
 
     The target chooses the way and never changes it; the source follows it. Page ids are present only if the way
-    writes pages in place: int32, little endian, from page number `first_token // page_size` on, in as many Claims as
+    writes pages in place: int32, little endian, from the first page of `KVLayout.pages_of` on, in as many Claims as
     needed, each with its offset in the list.
     """
 
@@ -165,9 +165,9 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """How the source cuts the claimed tokens into slabs, and how many are ready. Reserves nothing; idempotent.
+    """How the source cuts the claimed tokens, of a slot its layers, into slabs, and how many are ready. Reserves nothing; idempotent.
 
-    Slab k holds tokens [first + k * slab_tokens, first + (k + 1) * slab_tokens), cut at the end.
+    Slab k holds tokens, or layers, [first + k * slab_tokens, first + (k + 1) * slab_tokens), cut at the end.
     """
 
     pair: PairKey

@@ -211,7 +211,8 @@ class SourceRoom(Room):
     def ended(self) -> RoomEnded:
         """Return the effect of its end."""
         ends = tuple(
-            PairEnd(each.peer, each.way if each.route else None, each.acked_count) for each in self.pairs.values()
+            PairEnd(each.peer, each.way if each.route else None, each.acked_count, each.pair.cache)
+            for each in self.pairs.values()
         )
         return RoomEnded(Half.SOURCE, self.key, self.reason, self.text, self.bytes_moved, self.opened_ns, ends)
 
@@ -229,7 +230,7 @@ class SourceRoom(Room):
             return "no decode rank has claimed it"
         unclaimed = sorted({rank for rank, _ in self.expected - {(peer.rank, cache) for peer, cache in self.pairs}})
         if unclaimed:
-            return f"decode ranks {unclaimed} have not claimed it"
+            return f"decode ranks {unclaimed} have not claimed it, or not all of its caches"
         if self.total_tokens < 0:
             return f"the prefill engine has offered its tokens up to {min(self.end_tokens.values())} and not said which are the last"
         waiting = sorted({pair.peer.rank for pair in self.pairs.values() if not pair.done})
@@ -328,7 +329,7 @@ class TargetPair:
 
     @property
     def done_tokens(self) -> int:
-        """Number of tokens in the pages. All slabs have the same length except the last."""
+        """Number of tokens, of a slot of layers, in the pages. All slabs have the same length except the last."""
         if self.grid is None or not self.states:
             return 0
         first, end = self.grid.tokens(len(self.states) - 1)
@@ -355,7 +356,8 @@ class TargetRoom(Room):
     def ended(self) -> RoomEnded:
         """Return the effect of its end."""
         ends = tuple(
-            PairEnd(each.peer, each.way if each.route else None, each.done_count) for each in self.pairs.values()
+            PairEnd(each.peer, each.way if each.route else None, each.done_count, each.pair.cache)
+            for each in self.pairs.values()
         )
         return RoomEnded(Half.TARGET, self.key, self.reason, self.text, self.bytes_moved, self.opened_ns, ends)
 

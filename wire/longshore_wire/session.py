@@ -4,8 +4,8 @@ The worker gives a half the requests of its engine, the messages of its peers, t
 changes its state and returns effects, messages among them, in the order in which the worker must carry them out. It has no
 socket, loop, clock or log, so that the simulator in `tests/sim` runs it as it is.
 
-A room is the transfer of one request, a pair is the part of a room between one source rank and one target rank, and a slab
-is one piece of a pair. The steps of a room whose slabs are staged:
+A room is the transfer of one request, a pair is the part of one of its caches between one source rank and one target rank, and
+a slab is one piece of a pair. The steps of a room whose slabs are staged:
 
 1. `claim` at decode plans the pairs (`plan`), decides their ways as far as it can (`ways`), and dials their sources.
 2. `Links.dial` sends an Attach. The source answers with its own, and both transports connect.

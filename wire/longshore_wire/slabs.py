@@ -50,7 +50,7 @@ assert _MAC_BYTES == 12  # noqa: PLR2004 - 96 bits
 
 @dataclass(frozen=True, slots=True)
 class SlabGrid:
-    """Tokens [first, end) in slabs of `slab_tokens`; the last one may be shorter."""
+    """Units [first, end) of `Pair.units_of`, tokens or layers of a slot, in slabs of `slab_tokens`; the last one may be shorter."""
 
     first_token: int
     end_token: int
@@ -73,9 +73,13 @@ class SlabGrid:
         return max(0, contiguous_end - self.first_token) // self.slab_tokens
 
 
-def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int:
-    """Return the largest payload that fits a lane's buffer and of which the ring holds two for each source rank."""
-    room_bytes = min(lane_bytes, ring_bytes // (2 * source_count))
+def slab_limit_bytes(lane_bytes: int, ring_bytes: int, writer_count: int) -> int:
+    """Return the largest payload that fits a lane's buffer and of which the ring holds two for each writer.
+
+    Args:
+        writer_count: source ranks that write to the target, each counted for each of its caches.
+    """
+    room_bytes = min(lane_bytes, ring_bytes // (2 * writer_count))
     return (room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - TRAILER_BYTES
 
 
@@ -94,7 +98,7 @@ def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes
     if unit_bytes > limit_bytes:
         raise RingError(
             f"one unit (a token, an opaque page, or a layer of a slot) is {unit_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
-            "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank)"
+            "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank and cache)"
         )
     wanted_bytes = max(minimum_bytes, -(-unit_count * unit_bytes // count_min))
     return max(1, min(wanted_bytes, limit_bytes) // unit_bytes)
@@ -143,19 +147,22 @@ def small_slab_bytes(asked_bytes: int, lane_bytes: int, ring_bytes: int) -> int:
     return min(asked_bytes, lane_bytes // 4, ring_bytes // 8 or lane_bytes)
 
 
-def staging_of_tests(lane_bytes: int, ring_bytes: int, rank_unit_bytes: int, *, on_gpu: bool) -> tuple[int, int]:
+def staging_of_tests(
+    lane_bytes: int, ring_bytes: int, rank_unit_bytes: int, *, on_gpu: bool, cache_count: int = 1
+) -> tuple[int, int]:
     """Return the lane's buffer and the ring of a test instance's rank: small ones, which hold whole units nevertheless.
 
     Args:
         lane_bytes, ring_bytes: those of the deployment, which are not exceeded.
-        rank_unit_bytes: of the rank's layout. Its writers share it, so that the ring holds two slabs of each.
+        rank_unit_bytes: of the rank's cache with the largest. The cache's writers share it.
         on_gpu: the staging is GPU memory.
+        cache_count: caches of the rank. The ring holds two slabs of each writer of each.
     """
     slab = aligned(rank_unit_bytes + TRAILER_BYTES)
     lane_max, ring_max = TEST_LANE_BYTES_MAX, TEST_RING_BYTES_MAX
     if on_gpu:
         lane_max, ring_max = TEST_GPU_LANE_BYTES_MAX, TEST_GPU_RING_BYTES_MAX
-    return min(lane_bytes, max(lane_max, slab)), min(ring_bytes, max(ring_max, 4 * slab))
+    return min(lane_bytes, max(lane_max, slab)), min(ring_bytes, max(ring_max, (2 * cache_count + 2) * slab))
 
 
 def gpu_slab_bytes_max(lane_bytes: int, lane_count: int) -> int:

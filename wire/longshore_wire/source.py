@@ -478,7 +478,7 @@ class SourceSession:
             return
         if pair is None and self._is_strange(room, link, claim):
             return
-        if pair is None and claim.serial in self._used_serials(link):
+        if pair is None and claim.first_token < claim.end_token and claim.serial in self._used_serials(link):
             # A late copy of a claim on a dropped room. Its pages may belong to another room by now.
             self._stale(claim)
             self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {room_name(key.room)} has ended"))
@@ -498,8 +498,9 @@ class SourceSession:
     def _takes_nothing(self, link: Link, claim: Claim, now_ns: int) -> bool:
         """Handle a claim of no tokens of a room that is not open: note it and return True. Other claims open the room."""
         is_ours = claim.pair.key.instance == self.config.instance
-        if claim.first_token < claim.end_token or not is_ours or claim.serial in self._used_serials(link):
+        if claim.first_token < claim.end_token or not is_ours:
             return False
+        self._used_serials(link).add(claim.serial)
         try:
             self._note_complete(link, claim.pair, claim.binding.capability, now_ns)
         except LongshoreError as error:

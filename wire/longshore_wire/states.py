@@ -1,7 +1,7 @@
 """The transition tables of slabs, pairs and rooms. `room` applies them; a missing key is a bug.
 
-A room is the transfer of one request. A pair is the part of a room between one source rank and one target rank. A slab is
-one piece of a pair. Each of the two workers keeps its own state of all three.
+A room is the transfer of one request. A pair is the part of one of its caches between one source rank and one target rank. A
+slab is one piece of a pair. Each of the two workers keeps its own state of all three.
 """
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ def _attributes(report: RoomReport) -> dict[str, Any]:
         "longshore.peers": [pair.peer for pair in report.pairs],
         "longshore.ways": [pair.way for pair in report.pairs],
         "longshore.wires": [pair.wire for pair in report.pairs],
+        "longshore.caches": [pair.cache for pair in report.pairs],
     }
     return found | ({"longshore.reason": report.reason} if report.reason else {})
 

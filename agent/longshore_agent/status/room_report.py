@@ -29,12 +29,13 @@ def hashed(length_bytes: int, *parts: object) -> int:
 
 
 class PairReport(msgspec.Struct, array_like=True, frozen=True):
-    """One pair of ranks. `way` and `wire` are empty if it had nothing to move; the wire of direct copies is `None`."""
+    """A cache of one pair of ranks. `way` and `wire` are empty if it had nothing to move; the wire of direct copies is `None`."""
 
     peer: str
     way: str
     wire: str
     slabs: int
+    cache: int
 
 
 class StepReport(msgspec.Struct, array_like=True, frozen=True):

@@ -178,7 +178,11 @@ def is_test(key: PeerId) -> bool:
 def _for_tests(settings: Settings, hello: Hello) -> Settings:
     """Return the settings of a worker of a test instance, whose staging takes little memory of the pod or the GPU."""
     lane_bytes, ring_bytes = staging_of_tests(
-        settings.lane_bytes, settings.ring_bytes, hello.layout.largest_unit_bytes, on_gpu=hello.device != "cpu"
+        settings.lane_bytes,
+        settings.ring_bytes,
+        hello.layout.largest_unit_bytes,
+        on_gpu=hello.device != "cpu",
+        cache_count=len(hello.layout.caches),
     )
     least = small_slab_bytes(settings.slab_bytes_min, lane_bytes, ring_bytes)
     return dataclasses.replace(settings, lane_bytes=lane_bytes, ring_bytes=ring_bytes, slab_bytes_min=least)

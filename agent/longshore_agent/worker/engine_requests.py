@@ -299,6 +299,10 @@ class EngineRequests:
         old = self.tables.get((Half.SOURCE, key))
         tables: PageTables = {} if old is None else dict(old)
         ranges = []
+        if old is None:
+            # A room moves every cache, so that it would never end without one's pool.
+            for cache in range(len(self.caches)):
+                self._pool(cache)
         for each in message.caches:
             pool = self._whole_pool(each.cache)
             pages = _page_ids(each.pages)

@@ -175,7 +175,7 @@ class Mover:
         room = source.rooms.get(claimed.key)
         pair = room.pairs.get((peer, claimed.cache)) if room is not None and not room.failed else None
         if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
-            self.neighbours.expect(peer, pair.pair.cache, pair.target_pages, pair.grid.first_token)
+            self.neighbours.expect(peer, pair.pair.cache, pair.target_pages, pair.tokens[0])
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class RoomReporter:
             way = end.way.label if end.way is not None else ""
             known = peers.get(end.peer)
             wire = named_wire(known.wire if known is not None else "", way) if way else ""
-            pairs.append(PairReport(end.peer.path, way, wire, end.slab_count))
+            pairs.append(PairReport(end.peer.path, way, wire, end.slab_count, end.cache))
         self._ends.append(_End(effect, tuple(pairs), now_ns))
 
     def close(self) -> None:

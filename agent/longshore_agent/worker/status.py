@@ -356,6 +356,10 @@ def _left(wanted: int, done: int, route: Pair | None, *, is_done: bool) -> int:
 def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open" if room.unfinished else "done"
+    if room.is_asked:
+        # The engine has claimed no tokens yet.
+        age_s = (now_ns - room.opened_ns) / 1e9
+        return _status(half, room.key, state, pairs, room.reason, room.text, age_s=age_s)
     wanted = max(each.end_token - each.first_token for each in room.caches)
     moving = [(pair, room.caches[pair.pair.cache]) for pair in room.pairs.values() if pair.route is not None]
     left = max(

@@ -114,7 +114,9 @@ def needed_bytes(config: AgentConfig, ask: Start, tokens: int, kind: MemoryKind)
         sides.append((layout, staging.lanes * lane_bytes, 1))
     if ask.decode:
         layout = config.decode.layout(config.model)
-        _, ring_bytes = staging_of_tests(0, config.decode.staging.pool_size, layout.largest_unit_bytes, on_gpu=on_gpu)
+        _, ring_bytes = staging_of_tests(
+            0, config.decode.staging.pool_size, layout.largest_unit_bytes, on_gpu=on_gpu, cache_count=len(layout.caches)
+        )
         sides.append((layout, ring_bytes, ask.room_count))
     for layout, staging_bytes, place_count in sides:
         content_bytes = sum(
