@@ -11,6 +11,7 @@ from worker_side import PAGE_COUNT, Make, claim, endpoint, offer, pages, run, si
 
 from longshore_agent.control import curve
 from longshore_agent.errors import DeviceError
+from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
@@ -27,6 +28,7 @@ from longshore_wire.engine_messages import (
     UnregisterPool,
 )
 from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane
 
 
 @pytest.fixture
@@ -119,6 +121,16 @@ def test_pages_of_a_pool_that_was_unmapped_are_not_prepared(make):
     assert isinstance(side.say(claim(1, 8, pages(3, 4))), Accepted)
     side.requests.let_go(0)
     assert list(side.requests.prepare_new()) == prepared == []
+
+
+def test_the_lists_that_are_prepared_are_those_that_copies_of_a_slot_name():
+    state = KVLayout(ModelShape(8, (Plane(8, 64, 3),), 2), Parallel(), 3, PageOrder.SLOT)
+    table = PageTable(0, np.array([5, 9, 2], np.int32))
+    named = [table.holding(state, (first, first + 1)) for first in range(8)]
+    prepared = table.lists(state)
+    # A GPU has a list once for each object.
+    assert [id(pages) for pages, _ in prepared] == list(dict.fromkeys(id(pages) for pages, _ in named))
+    assert [pages.tolist() for pages, _ in prepared] == [[5], [9], [2]]
 
 
 def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):

@@ -34,7 +34,7 @@ from longshore_agent.memory.pools import KVPool, pool_sections
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout
+from longshore_wire.layout import KVLayout, PageOrder
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import PEER, Attach, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
@@ -70,12 +70,16 @@ class PageTable:
             return (Part(self._view(pool, route, 0, route.layers), units),)
         return _parts(pool.layout, route, units, other, partial(self._view, pool, route))
 
-    def holding(self, layout: KVLayout, route: Pair, layers: Interval) -> tuple[Pages, int]:
+    def holding(self, layout: KVLayout, layers: Interval) -> tuple[Pages, int]:
         """Return the pages of these layers, and the number of the first one: of a slot, the one that holds them."""
-        if not route.slot or len(self.pages) == 1:
-            return self.pages, self.first_page
-        number = (layers[0] - layout.layers.start) // layout.page_size
-        return self._slots.setdefault(number, self.pages[number : number + 1]), 0
+        lists = self.lists(layout)
+        return lists[(layers[0] - layout.layers.start) // layout.page_size if len(lists) > 1 else 0]
+
+    def lists(self, layout: KVLayout) -> list[tuple[Pages, int]]:
+        """Return the lists that copies name, and the number of the first page of each: one, or of a slot one for each page."""
+        if layout.order is not PageOrder.SLOT or len(self.pages) == 1:
+            return [(self.pages, self.first_page)]
+        return [(self._slots.setdefault(at, self.pages[at : at + 1]), 0) for at in range(len(self.pages))]
 
     def _view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
         key = (pool, section, layers, route.sections[section])
@@ -84,7 +88,7 @@ class PageTable:
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
             view = _view_of_no_pages(pool, route, section, layers)
-            found = self._views[key] = view.of(*self.holding(pool.layout, route, layers))
+            found = self._views[key] = view.of(*self.holding(pool.layout, layers))
         return found
 
 
@@ -202,7 +206,7 @@ class OutboundSlab:
 
         def view(section: int, layers: Interval) -> View:
             chosen = _local(layers, layout), route.local_heads(layout, section)
-            return remote_view(sections[section], len(layout.layers), *table.holding(layout, route, layers), *chosen)
+            return remote_view(sections[section], len(layout.layers), *table.holding(layout, layers), *chosen)
 
         return _parts(layout, route, effect.tokens, self.pool.layout, view)
 
