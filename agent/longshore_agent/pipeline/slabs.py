@@ -72,14 +72,18 @@ class PageTable:
 
     def holding(self, layout: KVLayout, layers: Interval) -> tuple[Pages, int]:
         """Return the pages of these layers, and the number of the first one: of a slot, the one that holds them."""
-        lists = self.lists(layout)
-        return lists[(layers[0] - layout.layers.start) // layout.page_size if len(lists) > 1 else 0]
+        if layout.order is not PageOrder.SLOT or len(self.pages) == 1:
+            return self.pages, self.first_page
+        return self._slot((layers[0] - layout.layers.start) // layout.page_size)
 
     def lists(self, layout: KVLayout) -> list[tuple[Pages, int]]:
         """Return the lists that copies name, and the number of the first page of each: one, or of a slot one for each page."""
         if layout.order is not PageOrder.SLOT or len(self.pages) == 1:
             return [(self.pages, self.first_page)]
-        return [(self._slots.setdefault(at, self.pages[at : at + 1]), 0) for at in range(len(self.pages))]
+        return [self._slot(at) for at in range(len(self.pages))]
+
+    def _slot(self, at: int) -> tuple[Pages, int]:
+        return self._slots.setdefault(at, self.pages[at : at + 1]), 0
 
     def _view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
         key = (pool, section, layers, route.sections[section])

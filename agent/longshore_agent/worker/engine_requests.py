@@ -299,7 +299,7 @@ class EngineRequests:
         old = self.tables.get((Half.SOURCE, key))
         tables: PageTables = {} if old is None else dict(old)
         ranges = []
-        if old is None:
+        if old is None and len(message.caches) < len(self.caches):
             # A room moves every cache, so that it would never end without one's pool.
             for cache in range(len(self.caches)):
                 self._pool(cache)
