@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longshore_cli.words import as_json, plain_lines
 from longshore_spec.agent_config import Attention, Cache, Dtype, Model, Plane, Unit
 from longshore_spec.strict_document import plain
 from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.layout import LAYERS_MAX, ROW_BYTES_MAX
 
 _FILE_BYTES_MAX = 8 << 20
 # One index key has a scale of four bytes for each 128 elements, of one byte each.
@@ -42,6 +43,21 @@ _KINDS = {
     "mlp": _NONE,
     "-": _NONE,
     "E": _NONE,
+}
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
+# What published configs of a family leave to its code.
+_UNSAID: Mapping[str, Mapping[str, int]] = {
+    "gemma3": {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window_pattern": 6},
+    "gemma2": {"sliding_window_pattern": 2},
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "cohere2": {"sliding_window_pattern": 4},
+}
+_REFUSED = {
+    "compress_ratios": "compressed caches of several page sizes are not supported",
+    "attn_type_list": "which layers keep a state is said in a way that is not read",
+    "hybrid_layer_pattern": "which layers are windowed is said in a way that is not read",
+    "mamba_step": "which layers keep a state is said in a way that is not read",
+    "block_configs": "layers with attention of their own are not read",
 }
 # Families with whose configs this was tried.
 # fmt: off
@@ -178,32 +194,40 @@ class _Reader:
         self, config: Mapping[str, Any], kv_dtype: Dtype | None, ssm_dtype: Dtype | None, conv_order: str
     ) -> None:
         text = config.get("text_config") or config.get("llm_config") or {}
-        inner = {key: value for key, value in dict(text).items() if value is not None} if isinstance(text, dict) else {}
-        self._fields = {**config, **inner}
+        if not isinstance(text, dict):
+            raise ModelError("text_config is no mapping")
+        inner = {key: value for key, value in text.items() if value is not None}
+        name = str(inner.get("model_type") or config.get("model_type"))
+        family = next((fields for prefix, fields in _UNSAID.items() if name.startswith(prefix)), {})
+        self._fields: dict[str, Any] = {**family, **config, **inner}
         self._kv_dtype, self._ssm_dtype, self._is_sd = kv_dtype, ssm_dtype, conv_order == "SD"
         self.notes: list[str] = []
-        name = self._fields.get("model_type") or config.get("model_type")
         if name not in KNOWN:
             self.notes.append(f"model_type is {name!r}, which was not tried: compare with what the engine allocates")
-        if "compress_ratios" in self._fields:
-            raise ModelError("compress_ratios: compressed caches of several page sizes are not supported")
+        for field, why in _REFUSED.items():
+            if self._fields.get(field):
+                raise ModelError(f"{field}: {why}")
+        quantized = self._fields.get("quantization_config")
+        if kv_dtype is None and isinstance(quantized, dict) and quantized.get("kv_cache_scheme"):
+            self.notes.append("quantization_config.kv_cache_scheme: engines may keep K and V in fp8: give --kv-dtype")
 
     def caches(self, draft_layers: int) -> Iterator[Cache]:
         """Yield all caches: what has tokens first."""
         kinds = self._kinds()
         # The last layers of some models read the cache of earlier ones.
-        kinds = kinds[: len(kinds) - self._number("num_kv_shared_layers", default=0)]
+        shared = self._number("num_kv_shared_layers", default=0)
+        if shared >= len(kinds):
+            raise ModelError(f"num_kv_shared_layers is {shared}: the model has {len(kinds)} layers")
+        kinds = kinds[: len(kinds) - shared]
         full = sum(kind in (_FULL, _BOTH) for kind in kinds)
         windows, states = kinds.count(_WINDOW), sum(kind in (_STATE, _BOTH) for kind in kinds)
-        name = "latent" if self._fields.get("kv_lora_rank") else "kv"
         if full:
-            yield self._tokens(name, full, is_full=True)
+            yield self._tokens("kv", full, is_full=True)
         if full and self._fields.get("index_topk"):
             yield self._index(full)
         if windows:
-            sizes = (self._fields.get("sliding_window"), self._fields.get("attention_chunk_size"))
-            window = next((size for size in sizes if size), 0)
-            yield self._tokens("window" if full else name, windows, is_full=False, window=window)
+            window = self._number("sliding_window", "attention_chunk_size")
+            yield self._tokens("window" if full else "kv", windows, is_full=False, window=window)
         if states:
             conv, ssm = self._state()
             width, rows = self._dtype(), self._conv_rows()
@@ -214,44 +238,57 @@ class _Reader:
             yield Cache(name="conv", layers=states, unit=Unit.SLOT, dtype=width, planes=tuple(planes))
             yield Cache(name="ssm", layers=states, unit=Unit.SLOT, dtype=self._state_dtype(), planes=(ssm,))
         if draft_layers:
+            if self._fields.get("index_topk"):
+                self.notes.append("draft: its layers may have index keys of their own, which are not listed")
             yield self._tokens("draft", draft_layers, is_full=True)
 
     def _kinds(self) -> list[str]:
         """Return the kind of each layer."""
         fields = self._fields
-        listed = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
-        if listed:
-            unknown = sorted({str(kind) for kind in listed} - _KINDS.keys())
-            if unknown:
-                raise ModelError(f"layer_types has {', '.join(unknown)}: known are {', '.join(_KINDS)}")
-            return [_KINDS[kind] for kind in listed]
-        count = self._number("num_hidden_layers")
+        for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+            if listed := self._list(name):
+                return self._listed(name, listed)
+        count = self._number("num_hidden_layers", most=LAYERS_MAX)
         if isinstance(linear := fields.get("linear_attn_config"), dict):
             # They are counted from 1.
-            states = set(linear.get("kda_layers", ()))
+            states = self._list("kda_layers", linear)
             return [_STATE if layer + 1 in states else _FULL for layer in range(count)]
-        if (indices := fields.get("attn_layer_indices")) is not None or fields.get("model_type") == "bamba":
-            return [_FULL if layer in (indices or ()) else _STATE for layer in range(count)]
+        indices = self._list("attn_layer_indices")
+        if indices or fields.get("model_type") == "bamba":
+            return [_FULL if layer in indices else _STATE for layer in range(count)]
         if "attn_layer_period" in fields:
-            period, offset = self._number("attn_layer_period"), self._number("attn_layer_offset")
+            period, offset = self._number("attn_layer_period", least=1), self._number("attn_layer_offset")
             return [_FULL if layer % period == offset else _STATE for layer in range(count)]
         if "linear_num_value_heads" in fields:
-            interval = self._number("full_attention_interval", default=4)
+            interval = self._number("full_attention_interval", default=4, least=1)
             return [_STATE if (layer + 1) % interval else _FULL for layer in range(count)]
-        if fields.get("mamba_d_ssm"):
+        if fields.get("mamba_d_ssm") or fields.get("model_type") == "falcon_h1":
             return [_BOTH] * count
         return self._windows(count)
+
+    def _listed(self, name: str, listed: Sequence[object]) -> list[str]:
+        unknown = sorted({str(kind)[:60] for kind in listed if not isinstance(kind, str) or kind not in _KINDS})
+        if unknown:
+            raise ModelError(f"{name} has {', '.join(unknown[:4])}: known are {', '.join(_KINDS)}")
+        count = self._number("num_hidden_layers", default=len(listed))
+        if len(listed) < count:
+            raise ModelError(f"{name} has {len(listed)} entries: num_hidden_layers is {count}")
+        # Some lists go on with the layers of a draft.
+        return [_KINDS[str(kind)] for kind in listed[:count]]
 
     def _windows(self, count: int) -> list[str]:
         fields = self._fields
         if fields.get("attention_chunk_size"):
-            rope = fields.get("no_rope_layers") or [(layer + 1) % 4 for layer in range(count)]
+            interval = self._number("no_rope_layer_interval", default=4, least=1)
+            rope = self._list("no_rope_layers") or [(layer + 1) % interval for layer in range(count)]
             return [_WINDOW if each else _FULL for each in rope[:count]]
         if not fields.get("sliding_window") or fields.get("use_sliding_window") is False:
             return [_FULL] * count
-        pattern = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern")
-        if pattern is None and str(fields.get("model_type", "")).startswith("gemma3"):
-            pattern = 6
+        if "max_window_layers" in fields:
+            # Those from this one on, and none unless it is said.
+            first = self._number("max_window_layers") if fields.get("use_sliding_window") is True else count
+            return [_WINDOW if layer >= first else _FULL for layer in range(count)]
+        pattern = self._number("sliding_window_pattern", "_sliding_window_pattern", default=0)
         return [_FULL if pattern and (layer + 1) % pattern == 0 else _WINDOW for layer in range(count)]
 
     def _tokens(self, name: str, layers: int, *, is_full: bool, window: int = 0) -> Cache:
@@ -262,21 +299,24 @@ class _Reader:
             if fields.get("index_topk") and dtype.element_bytes == 1:
                 width, dtype = _SCALED_LATENT_BYTES, Dtype.UINT8
             return Cache(name=name, layers=layers, dtype=dtype, planes=(Plane(heads=1, width=width),))
-        heads = self._number("num_key_value_heads", "num_attention_heads")
-        width = fields.get("head_dim") or self._number("hidden_size") // self._number("num_attention_heads")
+        heads = self._number(*_KV_HEADS, "num_attention_heads")
+        if not any(fields.get(field) for field in _KV_HEADS) and not any("num_key" in note for note in self.notes):
+            self.notes.append("num_key_value_heads: the config has none, num_attention_heads is taken")
+        width = self._number("head_dim", "attention_head_dim", default=0)
+        width = width or self._number("hidden_size") // self._number("num_attention_heads", least=1)
         if is_full:
             # The full layers of some models have heads of their own.
-            heads = fields.get("num_global_key_value_heads") or heads
-            width = fields.get("global_head_dim") or width
-        values = fields.get("v_head_dim") or width
+            heads = self._number("num_global_key_value_heads", default=heads)
+            width = self._number("global_head_dim", default=width)
+        values = self._number("v_head_dim", default=width)
         planes = (Plane(heads=heads, width=width), Plane(heads=heads, width=values))
         return Cache(name=name, layers=layers, dtype=dtype, planes=planes, window=window)
 
     def _index(self, layers: int) -> Cache:
         """Return the index keys of sparse attention. Layers may read those of an earlier one."""
         width = self._number("index_head_dim")
-        types = self._fields.get("indexer_types")
-        own = sum(kind == "full" for kind in types) if isinstance(types, list) else layers
+        types = self._list("indexer_types")
+        own = sum(kind == "full" for kind in types) if types else layers
         scaled = width + _SCALE_BYTES * -(-width // _SCALED_ELEMENTS)
         planes = (Plane(heads=1, width=scaled),)
         return Cache(name="index", layers=own, unit=Unit.PAGE, dtype=Dtype.UINT8, planes=planes)
@@ -285,9 +325,7 @@ class _Reader:
         """Return the sections of a conv state, as (heads, channels of each), and the recurrent state."""
         fields = self._fields
         if isinstance(linear := fields.get("linear_attn_config"), dict):
-            heads, width = linear.get("num_heads"), linear.get("head_dim")
-            if not heads or not width:
-                raise ModelError("linear_attn_config: num_heads or head_dim is missing")
+            heads, width = (self._number(name, within=linear) for name in ("num_heads", "head_dim"))
             return [(heads, width)] * 3, Plane(heads=heads, width=width * width)
         if "linear_num_heads" in fields:
             heads, width = self._number("linear_num_heads"), self._number("linear_head_dim")
@@ -307,9 +345,9 @@ class _Reader:
 
     def _conv_rows(self) -> int:
         linear = self._fields.get("linear_attn_config")
-        if isinstance(linear, dict) and linear.get("short_conv_kernel_size"):
-            return int(linear["short_conv_kernel_size"]) - 1
-        return self._number("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv") - 1
+        if isinstance(linear, dict) and "short_conv_kernel_size" in linear:
+            return self._number("short_conv_kernel_size", within=linear, least=2) - 1
+        return self._number("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", least=2) - 1
 
     def _dtype(self) -> Dtype:
         name = self._fields.get("dtype") or self._fields.get("torch_dtype")
@@ -320,26 +358,44 @@ class _Reader:
     def _state_dtype(self) -> Dtype:
         name = self._fields.get("mamba_ssm_dtype") or self._fields.get("mamba_ssm_cache_dtype")
         if self._ssm_dtype is None and name is None:
-            self.notes.append("ssm: the config has no dtype of states, float32 is assumed: give --ssm-dtype")
+            self.notes.append(
+                "ssm: the config has no dtype of states, float32 is assumed as by SGLang; vLLM takes the model's: give --ssm-dtype"
+            )
         return self._ssm_dtype or self._as_dtype("mamba_ssm_dtype", name or "float32")
 
     @staticmethod
     def _as_dtype(field: str, name: object) -> Dtype:
         try:
-            return Dtype(name)
+            return Dtype(str(name).removeprefix("torch."))
         except ValueError as error:
             known = ", ".join(each.value for each in Dtype)
             raise ModelError(f"{field} is {str(name)[:60]!r}: known are {known}") from error
 
-    def _number(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these fields that is given. Raises ModelError if it is no number of at least 0."""
+    def _number(
+        self,
+        *names: str,
+        default: int | None = None,
+        least: int = 0,
+        most: int = ROW_BYTES_MAX,
+        within: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Return the first of these fields that is given, of the config or of `within`. Raises ModelError if it is no such number."""
         for name in names:
-            value = self._fields.get(name)
+            value = (self._fields if within is None else within).get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 30:
-                raise ModelError(f"{name} is {str(value)[:60]!r}: a whole number is needed")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ModelError(f"{name} is {str(value)[:60]!r}: a whole number from {least} to {most} is needed")
             return value
         if default is None:
             raise ModelError(f"{' or '.join(names)} is missing")
         return default
+
+    def _list(self, name: str, within: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        """Return a list, or a text of one letter for each layer; empty if it is not given. Raises ModelError for others."""
+        value = (self._fields if within is None else within).get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | str) or len(value) > LAYERS_MAX:
+            raise ModelError(f"{name} is {str(value)[:60]!r}: a list of at most {LAYERS_MAX} is needed")
+        return list(value)

@@ -106,6 +106,7 @@ GOOD = {
     "a staged latent": changed(model=MLA, prefill__tensorParallel=1, transfer__staging="Always"),
     "one head": changed(model=MQA, prefill__tensorParallel=2),
     "several caches": changed(model=caches(*CACHES)),
+    "a state alone, whatever the order of pages": changed(model=caches("conv"), prefill__pageOrder="Opaque"),
     "a state alone": changed(model=caches("conv"), prefill__tensorParallel=8, decode__tensorParallel=2),
     "more ranks than heads of a cache": changed(model=caches("conv", "kv"), prefill__tensorParallel=8),
     "pipelines": changed(prefill__pipelineParallel=4, decode__pipelineParallel=2),

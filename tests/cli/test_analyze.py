@@ -301,6 +301,18 @@ def test_sizes_are_of_all_caches_with_the_window_of_one_and_the_states_of_anothe
     assert whole.room_bytes > 3 * shown.ring.room_bytes
 
 
+def test_a_room_of_too_many_slabs_is_an_error_and_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    planes = [{"heads": 8, "width": 16384}] * 2
+    caches = [{"name": "kv", "layers": 16, "dtype": "bfloat16", "planes": planes}]
+    body = changed(model={"caches": caches}, prefill__tensorParallel=1, transfer__staging="Always")
+    file = tmp_path / "big.json"
+    file.write_text(json.dumps(body))
+    assert main(["analyze", "-f", str(file), "--tokens", str(1 << 24)]) == 1
+    assert "slabs between two ranks, of at most" in capsys.readouterr().out
+
+
 def test_the_ring_holds_as_many_rooms_as_their_slabs_fit() -> None:
     ring = told(deployment(), "CPU", tokens=1024).ring
     assert ring is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -168,13 +169,13 @@ SIZES: dict[str, tuple[Body, Body, dict[str, tuple[int, int]]]] = {
     "Qwen3-Next-80B": (QWEN_NEXT, {}, {"kv": (12, 2048), "conv": (36, 49_152), "ssm": (36, 2_097_152)}),
     "DeepSeek V3": (DEEPSEEK, {}, {"kv": (61, 1152)}),
     "Kimi K2": ({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}, {}, {"kv": (61, 1152)}),
-    "DeepSeek V3 with its draft": (DEEPSEEK, {"draft_layers": 1}, {"latent": (61, 1152), "draft": (1, 1152)}),
-    "DeepSeek V3.2": (SPARSE, {}, {"latent": (61, 1152), "index": (61, 132)}),
-    "DeepSeek V3.2 in fp8": (SPARSE, {"kv_dtype": Dtype.FLOAT8_E4M3}, {"latent": (61, 656), "index": (61, 132)}),
+    "DeepSeek V3 with its draft": (DEEPSEEK, {"draft_layers": 1}, {"kv": (61, 1152), "draft": (1, 1152)}),
+    "DeepSeek V3.2": (SPARSE, {}, {"kv": (61, 1152), "index": (61, 132)}),
+    "DeepSeek V3.2 in fp8": (SPARSE, {"kv_dtype": Dtype.FLOAT8_E4M3}, {"kv": (61, 656), "index": (61, 132)}),
     "GLM with shared index keys": (
         {**SPARSE, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"] * 30 + ["full"]},
         {},
-        {"latent": (61, 1152), "index": (31, 132)},
+        {"kv": (61, 1152), "index": (31, 132)},
     ),
     "gpt-oss-120b": (GPT, {}, {"kv": (18, 2048), "window": (18, 2048)}),
     "Gemma 3 27B": (GEMMA, {}, {"kv": (10, 8192), "window": (52, 8192)}),
@@ -195,7 +196,42 @@ SIZES: dict[str, tuple[Body, Body, dict[str, tuple[int, int]]]] = {
     "Kimi-Linear": (
         KIMI,
         {},
-        {"latent": (7, 1152), "conv": (20, 3 * 4096 * 3 * 2), "ssm": (20, 32 * 128 * 128 * 4)},
+        {"kv": (7, 1152), "conv": (20, 3 * 4096 * 3 * 2), "ssm": (20, 32 * 128 * 128 * 4)},
+    ),
+    # Its published config leaves heads and pattern to the family's code.
+    "Gemma 3 4B": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+        },
+        {},
+        {"kv": (5, 4096), "window": (29, 4096)},
+    ),
+    "gpt-oss without a list": ({**GPT, "layer_types": None}, {}, {"kv": (18, 2048), "window": (18, 2048)}),
+    "Qwen 2 without windows": (
+        {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 28},
+        {},
+        {"kv": (80, 4096)},
+    ),
+    "Qwen 2 with windows": (
+        {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": True},
+        {},
+        {"kv": (28, 4096), "window": (52, 4096)},
+    ),
+    "Falcon-H1 without a size": (
+        {**FALCON, "mamba_d_ssm": None},
+        {},
+        {"kv": (36, 1024), "conv": (36, 10_752), "ssm": (36, 786_432)},
+    ),
+    "a list that goes on with the draft's layer": (
+        {**GPT, "layer_types": GPT["layer_types"] + ["full_attention"]},
+        {},
+        {"kv": (18, 2048), "window": (18, 2048)},
     ),
     "K and V of unequal width": ({**LLAMA, "head_dim": 192, "v_head_dim": 128}, {}, {"kv": (80, 8 * 320 * 2)}),
     "layers that read an earlier cache": ({**LLAMA, "num_kv_shared_layers": 20}, {}, {"kv": (60, 4096)}),
@@ -210,7 +246,7 @@ def test_the_caches_of_a_config_have_the_sizes_that_engines_allocate(name: str) 
     assert not any("not tried" in note for note in notes)
     assert any("float32 is assumed" in note for note in notes) == (
         "ssm" in wanted and not options and "float32" not in json.dumps(config)
-    )
+    ), notes
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -261,18 +297,62 @@ def test_windows_are_those_of_the_config() -> None:
     ("config", "fault"),
     [
         ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers is missing"),
-        ({**LLAMA, "num_hidden_layers": "80"}, "num_hidden_layers is '80': a whole number is needed"),
-        ({**LLAMA, "num_hidden_layers": 5000}, "the config leads to a model that cannot be: .* <= 4096"),
+        ({**LLAMA, "num_hidden_layers": "80"}, "num_hidden_layers is '80': a whole number from 0 to 4096 is needed"),
+        ({**LLAMA, "num_hidden_layers": 1 << 30}, "num_hidden_layers is '1073741824': a whole number from 0 to 4096"),
+        ({**LLAMA, "num_key_value_heads": 5000}, "the config leads to a model that cannot be: .* <= 4096"),
         ({**LLAMA, "torch_dtype": "float64"}, "dtype is 'float64': known are bfloat16, "),
         ({**LLAMA, "layer_types": ["spiral"]}, "layer_types has spiral: known are full_attention, "),
         ({**LLAMA, "compress_ratios": [4]}, "compress_ratios: "),
-        ({**KIMI, "linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config: num_heads or head_dim is missing"),
+        ({**KIMI, "linear_attn_config": {"kda_layers": [1]}}, "num_heads is missing"),
         ({}, "num_hidden_layers is missing"),
+        ({**LLAMA, "text_config": [1, 2]}, "text_config is no mapping"),
+        ({**LLAMA, "num_kv_shared_layers": 80}, "num_kv_shared_layers is 80: the model has 80 layers"),
+        ({**GPT, "layer_types": ["full_attention"]}, "layer_types has 1 entries: num_hidden_layers is 36"),
+        ({**GPT, "sliding_window": None}, "sliding_window or attention_chunk_size is missing"),
+        ({**LLAMA, "attn_type_list": [0, 1]}, "attn_type_list: which layers keep a state"),
     ],
 )
 def test_what_the_caches_do_not_follow_from_is_named(config: Body, fault: str) -> None:
     with pytest.raises(ModelError, match=fault):
         model_of(config)
+
+
+ODD: list[Any] = [
+    True,
+    -1,
+    0,
+    1 << 40,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    [],
+    [1],
+    [[1]],
+    ["x"],
+    {},
+    {"a": 1},
+    "LLLG",
+]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_no_value_of_a_field_ends_in_anything_but_a_model_or_a_named_fault(name: str) -> None:
+    config, options, _ = SIZES[name]
+    text = config.get("text_config")
+    for field in [
+        *config,
+        *(text or ()),
+        "linear_attn_config",
+        "attn_layer_indices",
+        "full_attention_interval",
+        "no_rope_layers",
+    ]:
+        for value in ODD:
+            changed_text = {"text_config": {**text, field: value}} if text and field != "text_config" else {}
+            with contextlib.suppress(ModelError):
+                model_of({**config, **({} if changed_text else {field: value}), **changed_text}, **options)
 
 
 def test_a_family_that_was_not_tried_is_told_and_a_file_that_is_no_config_refused(

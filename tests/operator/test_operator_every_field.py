@@ -156,7 +156,7 @@ CACHES = [
     (0, {"name": "main"}, r"model\.caches is (conv|index), .* at the engine and"),
     (1, {"layers": 44}, r"model\.caches\[conv\]\.layers is 4[45] at the engine and 4[45] in the deployment"),
     (0, {"dtype": "float32"}, r"model\.caches\[kv\]\.element_bytes is [24] at"),
-    (3, {"unit": "Token"}, r"model\.caches\[index\]\.unit is (Token|Page) at"),
+    (2, {"unit": "Token"}, r"model\.caches\[ssm\]\.unit is (Slot|pages) at"),
     (2, {"planes": [{"heads": 32, "width": 16384}]}, r"\[ssm\]\.planes is \[(64|32) heads of 1 x 65536 bytes\] at"),
     (2, {"planes": [{"heads": 64, "width": 8192}]}, r"\[ssm\]\.planes is \[64 heads of 1 x (65536|32768) bytes\]"),
     (2, {"planes": [{"heads": 64, "width": 16384, "rows": 2}]}, r"\[ssm\]\.planes is \[64 heads of [12] x 65536"),

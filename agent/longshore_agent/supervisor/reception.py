@@ -180,12 +180,12 @@ def _compare_models(layout: KVLayout, declared: KVLayout, *, has_caches: bool) -
         if (other := wanted.get(cache.name)) is not None:
             for each in ("layers", "element_bytes", "planes"):
                 yield f"model.caches[{cache.name}].{each}", getattr(cache.model, each), getattr(other.model, each)
+            # Whether pages can be taken apart is compared with their order, or between both engines.
             yield f"model.caches[{cache.name}].unit", _unit(cache), _unit(other)
 
 
 def _unit(cache: KVLayout) -> str:
-    found = {PageOrder.SLOT: Unit.SLOT, PageOrder.OPAQUE: Unit.PAGE}.get(cache.order, Unit.TOKEN)
-    return found.value
+    return Unit.SLOT.value if cache.order is PageOrder.SLOT else "pages"
 
 
 def _shown(value: object) -> object:

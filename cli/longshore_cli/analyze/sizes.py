@@ -19,6 +19,7 @@ from longshore_spec.node_groups import Group, groups
 from longshore_spec.quantity import QuantityError, parse_quantity
 from longshore_wire.claims import SLABS_MAX, writer_count
 from longshore_wire.crossover import Crossover
+from longshore_wire.errors import RingError
 from longshore_wire.names import ENVIRONMENT_PREFIX, Wire
 from longshore_wire.plan import Pair, Plan, Summary, plans
 from longshore_wire.slabs import (
@@ -178,7 +179,7 @@ def _size(given: Mapping[str, str], name: str, default: int) -> int:
 
 
 def pair_slabs(found: Sequence[Plan], pair: Pair, tokens: int, limits: Limits, page: int) -> SlabGrid:
-    """Return the slabs of a staged pair for a room of `tokens`. Raises RingError if no unit fits a slab.
+    """Return the slabs of a staged pair for a room of `tokens`. Raises RingError if no unit fits a slab, or there are too many.
 
     Args:
         found: the plans of all caches, which share the ring.
@@ -195,7 +196,12 @@ def pair_slabs(found: Sequence[Plan], pair: Pair, tokens: int, limits: Limits, p
         lane_count=limits.lane_count,
         page=1 if pair.slot else page,
     )
-    return SlabGrid(first, end, cut)
+    grid = SlabGrid(first, end, cut)
+    if grid.count > SLABS_MAX:
+        raise RingError(
+            f"a room of {tokens} tokens has {grid.count} slabs between two ranks, of at most {SLABS_MAX}: enlarge bufferSize and poolSize"
+        )
+    return grid
 
 
 def sizes(spec: Spec, config: AgentConfig, tokens: int, table: Crossover, devices: Mapping[str, str]) -> Sizes:
@@ -206,7 +212,7 @@ def sizes(spec: Spec, config: AgentConfig, tokens: int, table: Crossover, device
         table: the agents' crossover table.
         devices: of each role's pages.
     Raises:
-        RingError: a slab cannot hold one token, or one opaque page.
+        RingError: a slab cannot hold one token, one opaque page or one layer of a slot, or a room has too many slabs.
     """
     limits, chunk = limits_of(spec, devices[names.PREFILL]), config.transfer.chunk_tokens
     plans, ways = _planned(spec, config, limits, table, devices, tokens)
@@ -357,7 +363,6 @@ def _taken(cut: Sequence[_Cut], which: int) -> tuple[int, int]:
 
 def _lengths(pair: Pair, grid: SlabGrid) -> Iterator[int]:
     """Yield the bytes of the slabs of a pair: all but the last one are alike."""
-    assert grid.count <= SLABS_MAX, grid
     whole = slab_bytes(pair.payload_bytes(*grid.tokens(0)))
     yield (grid.count - 1) * whole
     yield slab_bytes(pair.payload_bytes(*grid.tokens(grid.count - 1)))
