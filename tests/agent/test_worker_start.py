@@ -15,7 +15,9 @@ from longshore_agent.settings import Settings
 from longshore_agent.supervisor import reception
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_client import HelloRefused, KVLayout, ModelShape, Parallel, connect
-from longshore_wire.errors import Reason
+from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import Hello
+from longshore_wire.errors import LongshoreError, Reason
 
 UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
 LAYOUT = KVLayout(ModelShape.kv(2, 2, 64, 2), Parallel(), 16)
@@ -77,3 +79,21 @@ def test_an_engine_is_taken_in_while_the_libraries_of_http_are_still_being_loade
     finally:
         gate.touch()
         assert agent.stop() == 0
+
+
+def test_a_bug_that_one_hello_meets_ends_neither_the_agent_nor_the_next_engines_hello(
+    agent: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = reception.Reception.admit
+
+    def failing(self: reception.Reception, hello: Hello) -> PeerId:
+        if hello.instance == "odd":
+            raise AttributeError(hello.instance)
+        return admit(self, hello)
+
+    monkeypatch.setattr(reception.Reception, "admit", failing)
+    # Such a refusal may pass, so that the engine tries again until its time is over.
+    with pytest.raises(LongshoreError, match="the agent met a bug; its log has the traceback"):
+        connect(agent.socket_path, instance="odd", layout=LAYOUT, timeout_s=1.0)
+    with connect(agent.socket_path, instance="even", layout=LAYOUT, timeout_s=START_LIMIT_S):
+        wait_for(lambda: agent.snapshot().workers, what="the worker of the next engine")

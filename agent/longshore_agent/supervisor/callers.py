@@ -178,6 +178,11 @@ class Callers:
         except LongshoreError as error:
             self._forget(connection)
             self.turn_away(connection, error.reason, str(error), hello=hello)
+        except Exception:  # noqa: BLE001 -- logged with its traceback
+            # A bug that one engine's Hello meets must not end the agent, which serves others.
+            _log.exception("a Hello could not be judged")
+            self._forget(connection)
+            self.turn_away(connection, Reason.INTERNAL, "the agent met a bug; its log has the traceback", hello=hello)
 
     def _close_silent(self, connection: socket.socket, text: str) -> None:
         self._forget(connection)

@@ -18,7 +18,7 @@ from longshore_spec.environment import variable
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder, TargetMemory
+from longshore_wire.layout import KVLayout, PageOrder, Plane, TargetMemory
 from longshore_wire.names import is_instance_name
 
 # The first file that CUDA opens. Only workers load the driver itself.
@@ -189,7 +189,7 @@ def _unit(cache: KVLayout) -> str:
 
 
 def _shown(value: object) -> object:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value and isinstance(value[0], Plane):
         return "[" + ", ".join(f"{each.heads} heads of {each.rows} x {each.row_bytes} bytes" for each in value) + "]"
     return value.name if isinstance(value, IntEnum) else value
 
