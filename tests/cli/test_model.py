@@ -1,4 +1,4 @@
-"""Tests `longshore model`: caches of real configs, whose sizes are those that engines allocate, and what is refused."""
+"""Tests `longshore model`: the caches of configs with the fields of published ones, and what is refused."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ SIZES: dict[str, tuple[Body, Body, dict[str, tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_caches_of_a_config_have_the_sizes_that_engines_allocate(name: str) -> None:
+def test_the_caches_of_a_config_have_the_layers_and_bytes_that_follow_from_its_fields(name: str) -> None:
     config, options, wanted = SIZES[name]
     model, notes = model_of(config, **options)
     assert {cache.name: (cache.layers, layer_bytes(cache)) for cache in model.all_caches} == wanted
