@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conv-order",
         choices=("SD", "DS"),
         default="SD",
-        help="of conv states: SD, rows of channels, is vLLM's default; DS, channels of rows, is SGLang's (SD)",
+        help="of conv states: SD, rows of channels, is vLLM's default; DS, channels of rows, is SGLang's but for KDA (SD)",
     )
     parser.add_argument("--draft-layers", type=whole(0), default=0, help="draft layers with a cache of their own (0)")
     parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml")
@@ -196,10 +196,10 @@ class _Reader:
         text = config.get("text_config") or config.get("llm_config") or {}
         if not isinstance(text, dict):
             raise ModelError("text_config is no mapping")
-        inner = {key: value for key, value in text.items() if value is not None}
-        name = str(inner.get("model_type") or config.get("model_type"))
+        outer, inner = ({key: value for key, value in part.items() if value is not None} for part in (config, text))
+        name = str(inner.get("model_type") or outer.get("model_type"))
         family = next((fields for prefix, fields in _UNSAID.items() if name.startswith(prefix)), {})
-        self._fields: dict[str, Any] = {**family, **config, **inner}
+        self._fields: dict[str, Any] = {**family, **outer, **inner}
         self._kv_dtype, self._ssm_dtype, self._is_sd = kv_dtype, ssm_dtype, conv_order == "SD"
         self.notes: list[str] = []
         if name not in KNOWN:
