@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from longshore_client.client import Client
 
-check_version(vllm_version)
-
 # All ranks of an engine register at about the same time; the slowest may still be moving its cache to shared memory.
 SIBLINGS_TIMEOUT_S = 120.0
 # Pause of a step without model work. While blocks are lent, vLLM makes step after step; without the pause its processes
@@ -111,9 +109,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._setting = setting(self._kv_transfer_config.kv_connector_extra_config)
+        check_version(vllm_version, allow_untested=self._setting.allow_untested_version)
         check_engine(vllm_config, kv_cache_config)
         self._roles = roles_of(self._kv_transfer_config)
-        self._setting = setting(self._kv_transfer_config.kv_connector_extra_config)
         self._book: RequestBook | None = None
         self._client: Client | None = None
         self._rooms: RankRooms | None = None

@@ -5,6 +5,7 @@ Called by `vllm.LongshoreConnector`. It reads attributes of vLLM's configuration
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 from longshore_client.errors import ArgumentError
 from longshore_engines.tensors import PageFormat, layer_number
 from longshore_wire.engine_messages import Half
+
+_log = logging.getLogger("vllm.longshore")
 
 # vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
 # allowed.
@@ -49,17 +52,28 @@ class Setting(NamedTuple):
     connect_s: float
     pages: str  # OPAQUE or TOKENS
     recompute_after_s: float
+    allow_untested_version: bool
 
 
-def check_version(version: str) -> None:
-    """Raise ArgumentError if the connector was not tested with this version of vLLM."""
+def untested(version: str) -> str:
+    """Return why a version of vLLM is not one that the connector was tested with; empty if it is."""
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
-        low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
+    if found is not None and VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
+        return ""
+    low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
+    return f"vLLM {version}: this connector was tested with vLLM >= {low}, < {end}"
+
+
+def check_version(version: str, *, allow_untested: bool) -> None:
+    """Raise ArgumentError if the connector was not tested with this version of vLLM, or log it where that is allowed."""
+    why = untested(version)
+    if why and not allow_untested:
         raise ArgumentError(
-            f"vLLM {version} is not supported: this connector was tested with vLLM >= {low}, < {end}; install one of "
-            "these, or a release of Longshore that names yours"
+            f"{why}; install one of these, or a release of Longshore that names yours, or try yours with "
+            "kv_connector_extra_config.allow_untested_version"
         )
+    if why:
+        _log.warning("%s: compare its answers with those of one engine alone", why)
 
 
 def roles_of(transfer_config: Any) -> tuple[Half, ...]:
@@ -84,6 +98,7 @@ def setting(extra: Mapping[str, Any]) -> Setting:
         "connect_limit_s": CONNECT_S,
         "pages": OPAQUE,
         "recompute_after_s": None,
+        "allow_untested_version": False,
     }
     unknown = sorted(set(extra) - set(known))
     if unknown:
@@ -103,6 +118,10 @@ def setting(extra: Mapping[str, Any]) -> Setting:
             )
     if values["pages"] not in {OPAQUE, TOKENS}:
         raise ArgumentError(f"kv_connector_extra_config.pages is {values['pages']!r}: give {OPAQUE!r} or {TOKENS!r}")
+    if not isinstance(values["allow_untested_version"], bool):
+        raise ArgumentError(
+            f"kv_connector_extra_config.allow_untested_version is {values['allow_untested_version']!r}: give true or false"
+        )
     patience = values["recompute_after_s"]
     return Setting(
         socket,
@@ -110,6 +129,7 @@ def setting(extra: Mapping[str, Any]) -> Setting:
         float(values["connect_limit_s"]),
         values["pages"],
         math.inf if patience is None else float(patience),
+        values["allow_untested_version"],
     )
 
 

@@ -351,9 +351,14 @@ def test_the_handshake_of_another_connector_is_refused_with_the_order_that_works
     engine.stop()
 
 
-def test_another_vllm_is_refused_when_the_connector_is_loaded():
-    with installed("0.33.0"), pytest.raises(ArgumentError, match=r"vLLM 0\.33\.0 is not supported"):
-        importlib.import_module("longshore_engines.vllm")
+@pytest.mark.shows("option.allow_untested_version")
+def test_another_vllm_is_refused_when_it_makes_the_connector_unless_it_is_let_in():
+    with installed("0.33.0"):
+        made = importlib.import_module("longshore_engines.vllm").LongshoreConnector
+        caches = SimpleNamespace(kv_cache_groups=[object()])
+        with pytest.raises(ArgumentError, match=r"^vLLM 0\.33\.0: this connector was tested with"):
+            made(config("/nowhere", "p"), Role.SCHEDULER, caches)
+        made(config("/nowhere", "p", allow_untested_version=True), Role.SCHEDULER, caches)
 
 
 def test_a_request_that_comes_at_once_with_its_prompt_gets_blocks_when_prefill_has_begun_the_prompt(module, tmp_path):

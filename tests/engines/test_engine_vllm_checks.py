@@ -40,13 +40,17 @@ def engine(*, groups=1, **changes):
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
 def test_tested_versions_are_let_in(version):
-    check_version(version)
+    check_version(version, allow_untested=False)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "dev", ""])
-def test_other_versions_are_refused_with_the_range(version):
-    with pytest.raises(ArgumentError, match=r">= 0\.32, < 0\.33"):
-        check_version(version)
+def test_other_versions_are_refused_with_the_range_and_the_option_that_lets_them_in(version, caplog):
+    with pytest.raises(ArgumentError, match=r">= 0\.32, < 0\.33; .*allow_untested_version"):
+        check_version(version, allow_untested=False)
+    assert not caplog.messages
+    check_version(version, allow_untested=True)
+    (said,) = caplog.messages
+    assert f"vLLM {version}: this connector was tested with vLLM >= 0.32, < 0.33: compare its answers" in said
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,14 @@ def test_what_cannot_be_moved_is_refused_by_name(changes, said):
 
 def test_options_have_defaults_and_are_read():
     assert setting({}).socket is None
-    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s, "opaque", math.inf)
+    assert setting({"socket": "/a", "transfer_limit_s": 5}) == (
+        "/a",
+        5.0,
+        setting({}).connect_s,
+        "opaque",
+        math.inf,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,7 @@ def test_options_have_defaults_and_are_read():
         ({"transfer_limit_s": "60"}, "transfer_limit_s"),
         ({"connect_limit_s": True}, "connect_limit_s"),
         ({"recompute_after_s": 0}, "recompute_after_s is 0"),
+        ({"allow_untested_version": "yes"}, "allow_untested_version is 'yes': give true or false"),
         ({"transfer_limit_s": None}, "transfer_limit_s is None"),
     ],
 )

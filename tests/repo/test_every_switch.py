@@ -287,7 +287,8 @@ def test_every_variable_that_a_program_or_a_page_names_is_a_setting() -> None:
 def test_the_finders_find_switches_and_markers() -> None:
     assert "decode.staging.poolSize" in resource_fields()
     assert "receive.digest" in client_arguments()
-    assert vllm_options() == {"socket", "transfer_limit_s", "connect_limit_s", "pages", "recompute_after_s"}
+    limits = {"transfer_limit_s", "connect_limit_s", "recompute_after_s"}
+    assert vllm_options() == {"socket", "pages", "allow_untested_version", *limits}
     assert {"image.tag", "settings", "test.limitSeconds"} <= chart_values()
     assert [*alternatives("field.{,decode.}agents.{labels,env.name}")] == [
         "field.agents.labels",
