@@ -409,6 +409,10 @@ def test_an_asked_room_ends_with_its_cancellation_its_pool_or_a_claim_that_canno
     for end in ("cancel", "claim"):
         room = next(room_ids)
         client.ask(room, endpoint)
+        (half,) = [
+            each["room"] for each in fleet.same.agent.room_page(room)["halves"] if each["room"]["half"] == "target"
+        ]
+        assert (half["tokens_wanted"], half["tokens_done"], half["tokens_total"]) == (0, 0, -1)
         if end == "claim":
             with pytest.raises(RoomError, match="pages\\[0\\]"):
                 client.receive(room, endpoint, [10**6], 0, 4)
