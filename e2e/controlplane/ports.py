@@ -12,6 +12,18 @@ _PORTS = range(20_000, 30_000)
 _TRIES = 100
 
 
+def can_listen(port: int) -> bool:
+    """Return whether a server can listen on a loopback port now. That of a killed one is free a moment after its end."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """Return a free loopback port that is not an ephemeral port.
 

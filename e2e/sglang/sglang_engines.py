@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import httpx
-from controlplane.ports import free_port
+from controlplane.ports import can_listen, free_port
 from controlplane.waiting import until
 from nurseries import EngineError, tail
 from nurseries import Nursery as EngineNursery
@@ -161,6 +161,8 @@ class Engine(Server):
     def start(self) -> None:
         """Start its processes."""
         assert self._keeper is None, "the engine runs already"
+        for port in (self.port, self.bootstrap_port):
+            until(partial(can_listen, port), f"port {port} of {self.options.name} is free")
         order: dict[str, Any] = {
             "arguments": self.options.arguments(self.port, self.bootstrap_port, self._nursery.version),
             "environment": self.options.variables(),

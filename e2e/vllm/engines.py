@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import httpx
-from controlplane.ports import free_port
+from controlplane.ports import can_listen, free_port
 from controlplane.waiting import until
 from nurseries import EngineError, tail
 from nurseries import Nursery as EngineNursery
@@ -152,6 +152,7 @@ class Engine:
     def start(self) -> None:
         """Start its processes."""
         assert self._keeper is None, "the engine runs already"
+        until(lambda: can_listen(self.port), f"port {self.port} of {self.options.name} is free")
         order: dict[str, Any] = {
             "arguments": self.options.arguments(self.port),
             "environment": self.options.variables(),
