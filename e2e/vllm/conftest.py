@@ -19,7 +19,7 @@ VENV_VARIABLE = "E2E_VLLM_VENV"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register our mark."""
-    config.addinivalue_line("markers", "shortest: the pair that .ci/run tests")
+    config.addinivalue_line("markers", "shortest: what .ci/run tests, a pair of dense engines and one with MLA")
 
 
 @pytest.fixture(scope="session", autouse=True)
