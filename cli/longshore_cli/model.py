@@ -22,6 +22,8 @@ from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import LAYERS_MAX, ROW_BYTES_MAX
 
 _FILE_BYTES_MAX = 8 << 20
+# Each cache is one line.
+_LINE_MAX = 1 << 20
 # One index key has a scale of four bytes for each 128 elements, of one byte each.
 _SCALED_ELEMENTS, _SCALE_BYTES = 128, 4
 # A row of a sparse model's latent in fp8: 512 elements, 4 scales, and the rotary part in bfloat16.
@@ -144,9 +146,11 @@ def _yaml(model: Model) -> Iterator[str]:
 
 
 def _flow(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(entry)}" for key, entry in value.items()) + "}"
-    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
+    # Imported here, since other commands run without it.
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_LINE_MAX)
+    return text.strip()
 
 
 def model_of(

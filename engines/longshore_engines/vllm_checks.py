@@ -55,25 +55,19 @@ class Setting(NamedTuple):
     allow_untested_version: bool
 
 
-def untested(version: str) -> str:
-    """Return why a version of vLLM is not one that the connector was tested with; empty if it is."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
-        return ""
-    low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
-    return f"vLLM {version}: this connector was tested with vLLM >= {low}, < {end}"
-
-
 def check_version(version: str, *, allow_untested: bool) -> None:
     """Raise ArgumentError if the connector was not tested with this version of vLLM, or log it where that is allowed."""
-    why = untested(version)
-    if why and not allow_untested:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
+        return
+    low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
+    why = f"vLLM {version}: this connector was tested with vLLM >= {low}, < {end}"
+    if not allow_untested:
         raise ArgumentError(
             f"{why}; install one of these, or a release of Longshore that names yours, or try yours with "
             "kv_connector_extra_config.allow_untested_version"
         )
-    if why:
-        _log.warning("%s: compare its answers with those of one engine alone", why)
+    _log.warning("%s: compare its answers with those of one engine alone", why)
 
 
 def roles_of(transfer_config: Any) -> tuple[Half, ...]:

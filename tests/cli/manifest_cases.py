@@ -183,22 +183,29 @@ BAD = {
     "a cache of no layers": (changed(model=caches("kv", layers=None)), "spec.model.caches[0].layers: Required value"),
     "rows of a token": (changed(model=caches("conv", unit="Token")), "several rows, which only unit Slot has"),
     "a window of states": (changed(model=caches("conv", window=5)), "window is for unit Token"),
-    "heads of a cache that do not split": (
-        changed(model=caches("kv", "conv"), prefill__tensorParallel=6),
-        "prefill.tensorParallel and heads of a plane of model.caches: one must divide the other",
-    ),
-    "heads of a cache that do not split at decode": (
-        changed(model=caches("kv", "conv"), decode__tensorParallel=6),
-        "decode.tensorParallel and heads of a plane of model.caches: one must divide the other",
-    ),
-    "stages without layers of a cache": (
-        changed(model=caches("conv", "window"), prefill__pipelineParallel=5),
-        "prefill.pipelineParallel has more stages than a cache",
-    ),
-    "decode's stages without layers of a cache": (
-        changed(model=caches("conv", "window"), decode__pipelineParallel=5),
-        "decode.pipelineParallel has more stages than a cache",
-    ),
+    **{
+        f"{what} at {role}": (
+            changed(**{"model": caches(*names), f"{role}__{field}": size}),
+            f"{role}.{field} {expected}",
+        )
+        for role in ("prefill", "decode")
+        for what, names, field, size, expected in (
+            (
+                "heads of a cache that do not split",
+                ("kv", "conv"),
+                "tensorParallel",
+                6,
+                "and heads of a plane of model.caches: one must divide the other",
+            ),
+            (
+                "stages without layers of a cache",
+                ("conv", "window"),
+                "pipelineParallel",
+                5,
+                "has more stages than a cache",
+            ),
+        )
+    },
     "whole pages of two sizes": (changed(model=caches("kv", "index"), decode__pageSize=16), "the two pageSizes differ"),
     "heads that do not split": (
         changed(prefill__tensorParallel=3),

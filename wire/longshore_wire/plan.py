@@ -186,10 +186,6 @@ class Plan(msgspec.Struct, frozen=True):
             can_stage=pair.unit_bytes <= slab_limit_bytes(lane_bytes, ring_bytes, writer_count),
         )
 
-    def of_source(self, rank: int) -> tuple[Pair, ...]:
-        """Return the pairs that source rank `rank` writes, by target rank."""
-        return tuple(pair for pair in self.pairs if pair.source_rank == rank)
-
     def of_target(self, rank: int) -> tuple[Pair, ...]:
         """Return the pairs that write to target rank `rank`, by source rank."""
         return tuple(pair for pair in self.pairs if pair.target_rank == rank)

@@ -6,7 +6,7 @@ Called by the supervisor. Of the machine, it checks only whether a GPU driver ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -137,8 +137,11 @@ class Reception:
         role = config.prefill if half is Half.SOURCE else config.decode
         name = "prefill" if half is Half.SOURCE else "decode"
         declared = role.layout(config.model)
+        wanted = {cache.name: cache for cache in declared.caches}
+        # The short form of a model declares the first cache of an engine, whatever its name.
+        found = {cache.name: cache for cache in layout.caches} if config.model.caches else {declared.name: layout}
         checks: list[tuple[str, object, object]] = [
-            *_compare_models(layout, declared, has_caches=bool(config.model.caches)),
+            *_compare_models(found, wanted, has_caches=bool(config.model.caches)),
             (f"{name}.tensorParallel", layout.parallel.tp, declared.parallel.tp),
             (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
@@ -146,18 +149,13 @@ class Reception:
         # Pages in decode's other memory may have another size and order. Those of a CPU are in host memory.
         wants_host, is_host = config.decode.target is Target.HOST, hello.memory is TargetMemory.HOST
         is_declared = is_host or hello.device == "cpu" if wants_host else not is_host
-        if half is Half.SOURCE or is_declared:
-            # A role has one size and order of pages. Other caches may have theirs: both engines compare them.
-            first = next((cache.name for cache in config.model.all_caches if cache.unit is Unit.TOKEN), None)
-            found, wanted = (
-                next((cache for cache in side.caches if cache.name == first), None) if config.model.caches else side
-                for side in (layout, declared)
-            )
-            if found is not None and wanted is not None:
-                checks += [
-                    (f"{name}.pageSize", found.page_size, wanted.page_size),
-                    (f"{name}.pageOrder", found.order, wanted.order),
-                ]
+        # A role has one size and order of pages. Other caches may have theirs: both engines compare them.
+        first = next((cache.name for cache in config.model.all_caches if cache.unit is Unit.TOKEN), None)
+        if first in found and (half is Half.SOURCE or is_declared):
+            checks += [
+                (f"{name}.pageSize", found[first].page_size, wanted[first].page_size),
+                (f"{name}.pageOrder", found[first].order, wanted[first].order),
+            ]
         differing = [check for check in checks if check[1] != check[2]]
         faults = [
             f"{field} is {_shown(ours)} at the engine and {_shown(theirs)} in the deployment"
@@ -168,20 +166,19 @@ class Reception:
             raise LayoutError("; ".join(faults))
 
 
-def _compare_models(layout: KVLayout, declared: KVLayout, *, has_caches: bool) -> Iterator[tuple[str, object, object]]:
-    """Yield (field, of the engine, of the deployment). Without `model.caches`, only the first cache is declared."""
-    if not has_caches:
-        yield from ((f"model.{each}", getattr(layout.model, each), getattr(declared.model, each)) for each in _MODEL)
-        return
-    ours, theirs = (sorted(cache.name for cache in side.caches) for side in (layout, declared))
-    yield "model.caches", ", ".join(ours), ", ".join(theirs)
-    wanted = {cache.name: cache for cache in declared.caches}
-    for cache in layout.caches:
-        if (other := wanted.get(cache.name)) is not None:
-            for each in ("layers", "element_bytes", "planes"):
-                yield f"model.caches[{cache.name}].{each}", getattr(cache.model, each), getattr(other.model, each)
+def _compare_models(
+    found: Mapping[str, KVLayout], wanted: Mapping[str, KVLayout], *, has_caches: bool
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (field, of the engine, of the deployment) of the caches that both have, by their names."""
+    if has_caches:
+        yield "model.caches", ", ".join(sorted(found)), ", ".join(sorted(wanted))
+    for name in [name for name in found if name in wanted]:
+        cache, other, path = found[name], wanted[name], f"model.caches[{name}]" if has_caches else "model"
+        for each in ("layers", "element_bytes", "planes") if has_caches else _MODEL:
+            yield f"{path}.{each}", getattr(cache.model, each), getattr(other.model, each)
+        if has_caches:
             # Whether pages can be taken apart is compared with their order, or between both engines.
-            yield f"model.caches[{cache.name}].unit", _unit(cache), _unit(other)
+            yield f"{path}.unit", _unit(cache), _unit(other)
 
 
 def _unit(cache: KVLayout) -> str:
