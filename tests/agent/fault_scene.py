@@ -29,7 +29,7 @@ from fault_table import (
     WAITING,
     WRITING,
 )
-from process_ledger import Holdings, holdings
+from process_ledger import Holdings, holdings_of
 
 PEER_TIMEOUT_S = 4.0
 LANES = 3
@@ -129,11 +129,12 @@ class Place:
 
     def holdings(self) -> dict[str, Holdings]:
         """Return the resources that each supervisor and each worker holds now."""
-        found = {}
+        pids = {}
         for agent in (self.prefill, self.decode):
-            found[agent.directory.name] = holdings(agent.process.pid)
-            found |= {worker["worker"]: holdings(worker["pid"]) for worker in agent.status()["workers"]}
-        return found
+            pids[agent.directory.name] = agent.process.pid
+            pids |= {worker["worker"]: worker["pid"] for worker in agent.status()["workers"]}
+        held = holdings_of(pids.values())
+        return {name: held[pid] for name, pid in pids.items() if pid in held}
 
     def growth(self, kept_descriptors: int) -> list[str]:
         """Return resources held beyond the start, by process; each process may keep `kept_descriptors` more."""

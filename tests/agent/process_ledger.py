@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,15 @@ def holdings(pid: int) -> Holdings:
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     own_kib = next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
     return Holdings(dict(kinds), len(regions), own_kib << 10)
+
+
+def holdings_of(pids: Iterable[int]) -> dict[int, Holdings]:
+    """Read the resources of several processes; one that ends during the reading is left out."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = holdings(pid)
+    return found
 
 
 def _kind(target: str) -> str:

@@ -12,7 +12,7 @@ from agent_fleet import Fleet
 from agent_world import DEPLOYMENT, EVENT_LIMIT_S, MODEL, Agent, Engine, Request, wait_for, wait_for_none
 from fault_judge import WrongJudge, carries
 from fault_table import DONE, NOTHING, failed, refused, wrong
-from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
+from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings, holdings_of
 
 from longshore_agent.control import curve
 from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, Reason, connect
@@ -59,7 +59,8 @@ def nothing_is_left(fleet) -> Iterator[None]:
 def ledger(fleet: Fleet) -> dict[int, Holdings]:
     agents = (fleet.prefill, fleet.decode)
     pids = [agent.process.pid for agent in agents]
-    return {pid: holdings(pid) for pid in [*pids, *(w["pid"] for a in agents for w in a.status()["workers"])]}
+    pids += [worker["pid"] for agent in agents for worker in agent.status()["workers"]]
+    return holdings_of(pids)
 
 
 def said(call: Callable[[], object]) -> str:
