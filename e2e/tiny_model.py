@@ -27,6 +27,13 @@ ELEMENT_BYTES = 4
 # Elements of the DeepSeek model's latent, and of the part of a key that knows its position. vLLM knows no other sizes on CPUs.
 LATENT = 512
 POSITIONAL = 64
+# Heads of recurrent states, their width, and what a state keeps of each channel. vLLM has kernels for no other widths on CPUs.
+STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
+GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
+# Tokens that a layer with a state convolves.
+CONV = 4
+GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
+SLOWNESS = 3
 # Tokens that the windowed layers of the Gemma model see; every third layer sees all.
 WINDOW = 64
 
@@ -57,7 +64,7 @@ def make(directory: Path, kv_heads: int) -> TinyModel:
     """Write the model with `kv_heads` KV heads below `directory` and return it."""
     path = directory / f"qwen3-{kv_heads}-kv-heads"
     sizes = _sizes(kv_heads)
-    return _write(path, kv_heads, _config(kv_heads), _weights(sizes, _attention(sizes, kv_heads)))
+    return _write(path, kv_heads, _config(kv_heads), _weights(sizes, [_attention(sizes, kv_heads)] * LAYERS))
 
 
 def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
@@ -66,7 +73,7 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
     Args:
         has_yarn: the only kind of positions that SGLang has for MLA on CPUs. vLLM refuses the config in which SGLang finds it.
     """
-    weights = _weights(_sizes(HEADS), _latent_attention())
+    weights = _weights(_sizes(HEADS), [_latent_attention()] * LAYERS)
     config = (
         _latent_config()
         if has_yarn
@@ -78,8 +85,32 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
 def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
     """Write a Gemma model, most of whose layers see a window, below `directory` and return it."""
     sizes = _sizes(kv_heads)
-    weights = _weights(sizes, _attention(sizes, kv_heads), ("pre_feedforward_layernorm", "post_feedforward_layernorm"))
-    return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), weights)
+    layer = _attention(sizes, kv_heads) | dict.fromkeys(
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"), (HIDDEN,)
+    )
+    return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), _weights(sizes, [layer] * LAYERS))
+
+
+def make_mamba(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Falcon-H1 model, whose layers have attention and a Mamba2 state, below `directory` and return it."""
+    sizes = _sizes(kv_heads)
+    layer = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name} | _mamba()
+    names = {
+        "mlp": "feed_forward",
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "model.norm": "model.final_layernorm",
+    }
+    weights = _weights(sizes, [layer] * LAYERS, names)
+    return _write(directory / "falcon-h1", kv_heads, _mamba_config(kv_heads), weights)
+
+
+def make_gated(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Qwen3.5 model, most of whose layers keep a state of gated delta rules, below `directory` and return it."""
+    sizes = _sizes(kv_heads)
+    # The query has a gate of its own size.
+    full = _attention(sizes, kv_heads) | {"self_attn.q_proj": (2 * sizes.heads * HEAD_DIM, HIDDEN)}
+    layers = [full if kind == "full_attention" else _gated() for kind in GATED_KINDS]
+    return _write(directory / "qwen3.5", kv_heads, _gated_config(kv_heads), _weights(sizes, layers))
 
 
 def _write(path: Path, kv_heads: int, config: dict[str, object], weights: dict[str, np.ndarray]) -> TinyModel:
@@ -156,35 +187,95 @@ def _windowed_config(kv_heads: int) -> dict[str, object]:
     }
 
 
+def _mamba_config(kv_heads: int) -> dict[str, object]:
+    return _config(kv_heads) | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": STATE_HEADS * STATE_HEAD_DIM,
+        "mamba_n_heads": STATE_HEADS,
+        "mamba_d_head": STATE_HEAD_DIM,
+        "mamba_n_groups": 1,
+        "mamba_d_state": STATE,
+        "mamba_d_conv": CONV,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_rms_norm": False,
+    }
+
+
+def _gated_config(kv_heads: int) -> dict[str, object]:
+    return _config(kv_heads) | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": GATED_KINDS,
+        "full_attention_interval": len(GATED_KINDS),
+        "linear_num_key_heads": GATED_KEY_HEADS,
+        "linear_num_value_heads": GATED_HEADS,
+        "linear_key_head_dim": GATED_HEAD_DIM,
+        "linear_value_head_dim": GATED_HEAD_DIM,
+        "linear_conv_kernel_dim": CONV,
+        "partial_rotary_factor": 0.25,
+    }
+
+
 def _attention(sizes: _Sizes, kv_heads: int) -> dict[str, tuple[int, ...]]:
     return {
-        "q_proj": (sizes.heads * HEAD_DIM, HIDDEN),
-        "k_proj": (kv_heads * HEAD_DIM, HIDDEN),
-        "v_proj": (kv_heads * HEAD_DIM, HIDDEN),
-        "o_proj": (HIDDEN, sizes.heads * HEAD_DIM),
-        "q_norm": (HEAD_DIM,),
-        "k_norm": (HEAD_DIM,),
+        "self_attn.q_proj": (sizes.heads * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, sizes.heads * HEAD_DIM),
+        "self_attn.q_norm": (HEAD_DIM,),
+        "self_attn.k_norm": (HEAD_DIM,),
     }
 
 
 def _latent_attention() -> dict[str, tuple[int, ...]]:
     return {
-        "q_proj": (HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
-        "kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
-        "kv_a_layernorm": (LATENT,),
-        "kv_b_proj": (HEADS * 2 * HEAD_DIM, LATENT),
-        "o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.q_proj": (HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
+        "self_attn.kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
+        "self_attn.kv_a_layernorm": (LATENT,),
+        "self_attn.kv_b_proj": (HEADS * 2 * HEAD_DIM, LATENT),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+    }
+
+
+def _mamba() -> dict[str, tuple[int, ...]]:
+    inner = STATE_HEADS * STATE_HEAD_DIM
+    channels = inner + 2 * STATE
+    return {
+        "mamba.in_proj": (inner + channels + STATE_HEADS, HIDDEN),
+        "mamba.conv1d": (channels, 1, CONV),
+        "mamba.conv1d.bias": (channels,),
+        "mamba.dt_bias": (STATE_HEADS,),
+        "mamba.A_log": (STATE_HEADS,),
+        "mamba.D": (STATE_HEADS,),
+        "mamba.out_proj": (HIDDEN, inner),
+    }
+
+
+def _gated() -> dict[str, tuple[int, ...]]:
+    keys, values = GATED_KEY_HEADS * GATED_HEAD_DIM, GATED_HEADS * GATED_HEAD_DIM
+    return {
+        "linear_attn.in_proj_qkv": (2 * keys + values, HIDDEN),
+        "linear_attn.in_proj_z": (values, HIDDEN),
+        "linear_attn.in_proj_a": (GATED_HEADS, HIDDEN),
+        "linear_attn.in_proj_b": (GATED_HEADS, HIDDEN),
+        "linear_attn.conv1d": (2 * keys + values, 1, CONV),
+        "linear_attn.dt_bias": (GATED_HEADS,),
+        "linear_attn.A_log": (GATED_HEADS,),
+        "linear_attn.norm": (GATED_HEAD_DIM,),
+        "linear_attn.out_proj": (HIDDEN, values),
     }
 
 
 def _weights(
-    sizes: _Sizes, attention: Mapping[str, tuple[int, ...]], norms: Sequence[str] = ()
+    sizes: _Sizes, layers: Sequence[Mapping[str, tuple[int, ...]]], names: Mapping[str, str] | None = None
 ) -> dict[str, np.ndarray]:
     """Return random matrices, and norms of ones.
 
     Args:
-        attention: the shapes of a layer's weights for attention.
-        norms: of a layer, beyond the usual ones.
+        layers: of each, the shapes of its weights beyond those that all layers have.
+        names: parts of the usual names, and what the model calls them.
     """
     generator = np.random.default_rng(SEED)
 
@@ -194,9 +285,11 @@ def _weights(
         return (generator.standard_normal(shape) * WEIGHT_DEVIATION).astype(np.float32)
 
     weights = {"model.embed_tokens.weight": made(sizes.vocabulary, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer, more in enumerate(layers):
         name = f"model.layers.{layer}"
-        weights |= {f"{name}.self_attn.{part}.weight": made(*shape) for part, shape in attention.items()}
+        weights |= {f"{name}.{_weight(part)}": made(*shape) for part, shape in more.items()}
+        # A state that forgets half of what it has within tens of tokens.
+        weights |= {key: -SLOWNESS * value for key, value in weights.items() if key == f"{name}.{_decay(more)}"}
         weights |= {
             f"{name}.input_layernorm.weight": made(HIDDEN),
             f"{name}.post_attention_layernorm.weight": made(HIDDEN),
@@ -204,8 +297,19 @@ def _weights(
             f"{name}.mlp.up_proj.weight": made(sizes.inner, HIDDEN),
             f"{name}.mlp.down_proj.weight": made(HIDDEN, sizes.inner),
         }
-        weights |= {f"{name}.{norm}.weight": made(HIDDEN) for norm in norms}
-    return weights | {"model.norm.weight": made(HIDDEN), "lm_head.weight": made(sizes.vocabulary, HIDDEN)}
+    weights |= {"model.norm.weight": made(HIDDEN), "lm_head.weight": made(sizes.vocabulary, HIDDEN)}
+    for usual, own in (names or {}).items():
+        weights = {key.replace(usual, own): value for key, value in weights.items()}
+    return weights
+
+
+def _weight(part: str) -> str:
+    """Return the name of a part's weight."""
+    return part if part.endswith((".bias", ".dt_bias", ".A_log", ".D")) else f"{part}.weight"
+
+
+def _decay(layer: Mapping[str, tuple[int, ...]]) -> str:
+    return next((part for part in layer if part.endswith(".A_log")), "")
 
 
 def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:

@@ -12,7 +12,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,7 @@ class Side:
     extra: Sequence[str] = ()
     pages: str = "opaque"
     connectors: Sequence[str] = ()  # of a MultiConnector, by their names; empty: there is none
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Scene:
@@ -64,7 +65,7 @@ class Scene:
         keys: the agents' keys, where agents of another scene are their peers.
         digest: agents compare digests of both sides' pages.
     Attributes:
-        zero, zero_draft: while this file exists, received KV is zeroed, or that of the draft's layers alone; see `zeroing`.
+        zero: while this file exists, received KV is zeroed, or the part of it that the file names; see `zeroing`.
         hold: while this file exists, prefill stands still between two chunks at the token that it names.
         keep: while this folder exists, ranks write the bytes of the blocks that they offer and receive.
     """
@@ -85,7 +86,6 @@ class Scene:
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
         self.zero, self.hold, self.keep = (self._directory / name for name in ("zero", "hold", "keep"))
-        self.zero_draft = self._directory / "zero-draft"
         if keys is None:
             keys = self._directory / "keys"
             make_keys(keys)
@@ -119,8 +119,8 @@ class Scene:
                     "pages": side.pages,
                 },
             }
-            switches = {"ZERO": self.zero, "ZERO_DRAFT": self.zero_draft, "HOLD": self.hold, "KEEP": self.keep}
-            environment = {f"E2E_VLLM_{name}": str(path) for name, path in switches.items()}
+            switches = {"ZERO": self.zero, "HOLD": self.hold, "KEEP": self.keep}
+            environment = {**side.environment, **{f"E2E_VLLM_{name}": str(path) for name, path in switches.items()}}
             if side.connectors:
                 transfer = self._several(side, transfer)
                 environment["PYTHONPATH"] = os.pathsep.join(map(str, [plugins, *OUR_PATHS]))

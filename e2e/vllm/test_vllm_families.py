@@ -18,6 +18,8 @@ from tiny_model import TinyModel
 from longshore_engines.handover import handover_of
 
 WIDE, SINGLE = "wide", "single"
+# Words of the connector under test; see `zeroing`.
+DRAFT, STATE = "draft", "state"
 DIRECTIONS = [pytest.param(WIDE, SINGLE, id="TP2-TP1"), pytest.param(SINGLE, WIDE, id="TP1-TP2")]
 # Three times as many as an engine runs at once.
 MANY = tuple(random_prompt(500 + number, 20 + 11 * number) for number in range(3 * AT_ONCE))
@@ -124,11 +126,11 @@ def test_tokens_of_engines_that_draft_equal_those_of_one_alone_and_the_drafts_kv
         compute()
         assert share == accepted_share(engines[target], compute)
         telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
-        scene.zero_draft.touch()
+        scene.zero.write_text(DRAFT)
         try:
             assert accepted_share(engines[target], lambda: move(telling)) < share / 2
         finally:
-            scene.zero_draft.unlink()
+            scene.zero.unlink()
     check_nothing_is_lent(scene, 60)
 
 
@@ -145,23 +147,16 @@ def latent(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-def tokens_kept(scene: Scene, kind: str, room: int, ranks: int) -> list[np.ndarray]:
-    """Return the latents of a room's tokens, [layer, token, content], at each rank."""
-    files = [scene.keep / f"{kind}-{room}-{rank}.npy" for rank in range(ranks)]
+def kept(scene: Scene, kind: str, room: int, ranks: int) -> list[dict[str, np.ndarray]]:
+    """Return the blocks of a room at each rank, by layer and part."""
+    files = [scene.keep / f"{kind}-{room}-{rank}.npz" for rank in range(ranks)]
     until(lambda: all(file.exists() for file in files), f"room {room} is {kind} at {ranks} ranks")
-    kept = [np.load(file)[:, :, 0] for file in files]
-    return [each.reshape(each.shape[0], -1, each.shape[-1]) for each in kept]
+    return [dict(np.load(file)) for file in files]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest), DIRECTIONS[1]]
-)
-def test_latents_reach_each_rank_of_decode_byte_for_byte(latent: Scene, source: str, target: str) -> None:
-    engines = latent.engines
-    for engine in engines.values():
-        engine.forget_prefixes()
-    latent.keep.mkdir()
-    prompts = (*PROMPTS, *MANY)
+def move_and_keep(scene: Scene, source: str, target: str, prompts: Sequence[Prompt]) -> dict[int, int]:
+    """Move prompts at once with the folder for their bytes; return the length of each by its room."""
+    engines = scene.engines
     rooms: dict[int, int] = {}
 
     def move(prompt: Prompt) -> list[int]:
@@ -169,18 +164,42 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(latent: Scene, source: 
         rooms[handover_of(handed).room] = len(prompt)
         return tokens_of(engines[target].complete(prompt, NEW_TOKENS, handed))
 
-    try:
-        at_once(move, prompts)
-        assert sorted(rooms.values()) == sorted(map(len, prompts))
-        for room, length in rooms.items():
-            (offered, *others) = tokens_kept(latent, "offered", room, engines[source].options.tp)
-            received = tokens_kept(latent, "received", room, engines[target].options.tp)
-            # Decode computes the last token of a prompt itself, and has room for it.
-            assert offered[:, :length].any(axis=2).all()
-            for other in (*others, *received):
-                assert np.array_equal(other[:, :length], offered[:, :length])
-    finally:
-        shutil.rmtree(latent.keep)
+    at_once(move, prompts)
+    assert sorted(rooms.values()) == sorted(map(len, prompts))
+    return rooms
+
+
+@pytest.fixture
+def keep() -> Iterator[list[Scene]]:
+    """Scenes whose folders for bytes are removed after the test."""
+    scenes: list[Scene] = []
+    yield scenes
+    for scene in scenes:
+        shutil.rmtree(scene.keep)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest), DIRECTIONS[1]]
+)
+def test_latents_reach_each_rank_of_decode_byte_for_byte(
+    latent: Scene, keep: list[Scene], source: str, target: str
+) -> None:
+    engines = latent.engines
+    for engine in engines.values():
+        engine.forget_prefixes()
+    latent.keep.mkdir()
+    keep.append(latent)
+    rooms = move_and_keep(latent, source, target, (*PROMPTS, *MANY))
+    for room, length in rooms.items():
+        first, *others = (
+            {name: part.reshape(-1, part.shape[-1])[:length] for name, part in each.items()}
+            for kind, side in (("offered", source), ("received", target))
+            for each in kept(latent, kind, room, engines[side].options.tp)
+        )
+        # Decode computes the last token of a prompt itself, and has room for it.
+        assert all(part.any(axis=1).all() for part in first.values())
+        for other in others:
+            assert all(np.array_equal(other[name], part) for name, part in first.items())
     check_nothing_is_lent(latent, 60)
 
 
@@ -197,5 +216,119 @@ def test_with_the_moved_latents_zeroed_answers_change(latent: Scene, source: str
         # One after the other, since answers also depend on what is computed in the same step.
         answers.append([generate(engines[source], engines[target], prompt, NEW_TOKENS) for prompt in telling])
     latent.zero.unlink()
+    same = [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other]
+    assert same == []
+
+
+# -- recurrent states: a page of each group of layers, which all tokens share -----------------------------------------------
+
+
+# Prefix caches of states need Triton.
+STATEFUL = ("--no-enable-prefix-caching",)
+
+
+@pytest.fixture(scope="module")
+def mamba(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scene, Oracle]]:
+    model = tiny_model.make_mamba(tmp_path_factory.mktemp("model"), 4)
+    alone = Oracle(nursery, model, (*PROMPTS, *MANY))
+    sides = [Side(WIDE, 2, extra=STATEFUL), Side(SINGLE, 1, extra=STATEFUL)]
+    with Scene(nursery, model, sides, digest=True) as running:
+        yield running, alone
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_tokens_of_a_model_with_states_equal_those_of_one_engine_alone(
+    mamba: tuple[Scene, Oracle], source: str, target: str
+) -> None:
+    scene, alone = mamba
+    engines = scene.engines
+    for prompts in (PROMPTS, MANY):
+        answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), prompts)
+        assert [len(prompt) for prompt, answer in zip(prompts, answers, strict=True) if answer != alone(prompt)] == []
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    for what in ("", STATE):
+        scene.zero.write_text(what)
+        try:
+            answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), telling)
+        finally:
+            scene.zero.unlink()
+        assert [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)] == []
+    check_nothing_is_lent(scene, 60)
+
+
+# -- gated delta rules: engines of unequal TP round bfloat16 differently, so that the bytes are compared ---------------------
+
+
+@pytest.fixture(scope="module", params=["SD", "DS"])
+def gated(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Scene]]:
+    model = tiny_model.make_gated(tmp_path_factory.mktemp("model"), 4)
+    # vLLM has these kernels for bfloat16 alone on CPUs.
+    extra = (*STATEFUL, "--dtype", "bfloat16")
+    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": request.param}
+    sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in ((WIDE, 2), (SINGLE, 1))]
+    with Scene(nursery, model, sides, digest=True) as running:
+        yield request.param, running
+
+
+def whole_state(ranks: Sequence[np.ndarray], order: str) -> np.ndarray:
+    """Return the conv state of a layer, [channels, rows], from those of its ranks, each of which has a part of q, of k and of v."""
+    parts = [rank[0] if order == "DS" else rank[0].T for rank in ranks]
+    keys = tiny_model.GATED_KEY_HEADS * tiny_model.GATED_HEAD_DIM // len(ranks)
+    bounds = [(0, keys), (keys, 2 * keys), (2 * keys, None)]
+    return np.concatenate([part[first:end] for first, end in bounds for part in parts])
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_states_and_keys_reach_decode_byte_for_byte(
+    gated: tuple[str, Scene], keep: list[Scene], source: str, target: str
+) -> None:
+    order, scene = gated
+    scene.keep.mkdir()
+    keep.append(scene)
+    # vLLM's kernel for CPUs ends the engine with a prompt of one token, which is what prefill computes of two.
+    rooms = move_and_keep(scene, source, target, [prompt for prompt in (*PROMPTS, *MANY) if len(prompt) > len("ab")])
+    for room in rooms:
+        offered, received = (
+            kept(scene, kind, room, scene.engines[side].options.tp)
+            for kind, side in (("offered", source), ("received", target))
+        )
+        layers = {name.rpartition(".")[0] for name in offered[0]}
+        assert len(layers) == tiny_model.LAYERS
+        for layer in layers:
+            if f"{layer}.1" in offered[0]:
+                conv, ssm = (
+                    [[rank[f"{layer}.{part}"] for rank in side] for side in (offered, received)] for part in (0, 1)
+                )
+                one, other = (whole_state(side, order) for side in conv)
+                assert np.array_equal(one, other)
+                assert one.any(axis=1).all()
+                one, other = (np.concatenate([rank[0] for rank in side]) for side in ssm)
+                assert np.array_equal(one, other)
+                assert one.any(axis=(1, 2)).all()
+            else:
+                one, other = (
+                    # [block, head, bytes] of the tokens before the last one.
+                    np.concatenate([rank[f"{layer}.0"] for rank in side], axis=1)
+                    for side in (offered, received)
+                )
+                assert one.any()
+                assert np.array_equal(one, other)
+    check_nothing_is_lent(scene, 60)
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_with_the_moved_states_zeroed_answers_change(gated: tuple[str, Scene], source: str, target: str) -> None:
+    _, scene = gated
+    engines = scene.engines
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    answers = []
+    for what in (None, STATE):
+        if what is not None:
+            scene.zero.write_text(what)
+        # One after the other, since answers also depend on what is computed in the same step.
+        answers.append([generate(engines[source], engines[target], prompt, NEW_TOKENS) for prompt in telling])
+    scene.zero.unlink()
     same = [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other]
     assert same == []

@@ -1,8 +1,8 @@
 """The connector with switches for tests. vLLM loads it in every process of an engine under test.
 
-While the file that E2E_VLLM_ZERO names exists, a rank overwrites the received KV of a request with zeros. The tokens
-must then differ from those of a single engine. Otherwise the tests would prove nothing about the transfer.
-E2E_VLLM_ZERO_DRAFT does so for the layers of a draft model alone.
+While the file that E2E_VLLM_ZERO names exists, a rank overwrites what a request has received with zeros. The tokens must then
+differ from those of a single engine. Otherwise the tests would prove nothing about the transfer. A word in the file limits
+it to the layers of a draft model ("draft") or to recurrent states ("state").
 
 While the folder that E2E_VLLM_KEEP names exists, each rank writes the bytes of a room's blocks into it: of a prompt that is
 offered, and of one that has come.
@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from longshore_engines.handover import Claim, Offer
 from longshore_engines.vllm import LongshoreConnector
 
-ZERO, ZERO_DRAFT, HOLD, KEEP = "E2E_VLLM_ZERO", "E2E_VLLM_ZERO_DRAFT", "E2E_VLLM_HOLD", "E2E_VLLM_KEEP"
+ZERO, HOLD, KEEP = "E2E_VLLM_ZERO", "E2E_VLLM_HOLD", "E2E_VLLM_KEEP"
+DRAFT, STATE = "draft", "state"
 LOOK_S = 0.01
 
 
@@ -35,18 +37,20 @@ class ZeroingConnector(LongshoreConnector):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        paths = (Path(os.environ[name]) for name in (ZERO, ZERO_DRAFT, HOLD, KEEP))
-        self._zero, self._zero_draft, self._hold, self._keep = paths
-        self._caches: list[Any] = []
-        self._drafts: list[Any] = []
+        self._zero, self._hold, self._keep = (Path(os.environ[name]) for name in (ZERO, HOLD, KEEP))
+        # By group, the tensors of each layer: one, or the parts of a state.
+        self._layers: list[dict[str, tuple[Any, ...]]] = []
         self._claimed: dict[str, Claim] = {}
-        self._offered: dict[int, dict[int, int]] = {}  # by room, blocks by the number of their first token
+        self._offered: dict[int, list[dict[int, None]]] = {}  # by room, the blocks of each group
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Keep the addresses of the blocks."""
         super().register_kv_caches(kv_caches)
-        self._caches = list(kv_caches.values())
-        self._drafts = [tensor for name, tensor in kv_caches.items() if name.startswith("draft_model.")]
+        layers = get_layers_from_vllm_config(self._vllm_config, MambaBase, list(kv_caches))
+        self._layers = [
+            {name: tuple(layers[name].kv_cache) if name in layers else (kv_caches[name],) for name in group.layer_names}
+            for group in self._kv_cache_config.transfer_groups
+        ]
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Keep the target blocks of each request."""
@@ -61,11 +65,12 @@ class ZeroingConnector(LongshoreConnector):
         orders = self._get_connector_metadata().orders
         for order in orders:
             if isinstance(order, Offer):
-                blocks = self._offered.setdefault(order.room, {})
-                size = self._caches[0].shape[2]
-                blocks |= {order.first_token // size + index: page for index, page in enumerate(order.pages)}
+                kept = self._offered.setdefault(order.room, [{} for _ in self._layers])
+                for blocks, group in zip(kept, order.groups, strict=True):
+                    # The block in which a chunk ends is offered twice.
+                    blocks.update(dict.fromkeys(group.pages))
                 if order.last:
-                    self._write("offered", order.room, list(self._offered.pop(order.room).values()))
+                    self._write("offered", order.room, [list(blocks) for blocks in self._offered.pop(order.room)])
         offered = max((order.end_token for order in orders if isinstance(order, Offer) and not order.last), default=0)
         while offered >= self._held_from():
             time.sleep(LOOK_S)
@@ -83,19 +88,28 @@ class ZeroingConnector(LongshoreConnector):
             claim = self._claimed.pop(request_id, None)
             if claim is None:
                 continue
-            pages = list(claim.pages)
+            pages = [list(group.pages) for group in claim.groups]
             self._write("received", claim.room, pages)
-            zeroed = self._caches if self._zero.exists() else self._drafts if self._zero_draft.exists() else []
-            for cache in zeroed if pages else ():
-                cache[pages] = 0
+            if self._zero.exists():
+                limit = self._zero.read_text()
+                for layers, blocks in zip(self._layers, pages, strict=True):
+                    for name, tensors in layers.items():
+                        is_meant = not limit or (limit == DRAFT and name.startswith("draft_model."))
+                        for tensor in tensors if is_meant or (limit == STATE and len(tensors) > 1) else ():
+                            tensor[blocks] = 0
         return results
 
-    def _write(self, kind: str, room: int, pages: list[int]) -> None:
-        """Write blocks, [layer, block, head, token, content] in float32, if the folder exists."""
-        if self._keep.is_dir() and pages:
-            rank = get_tensor_model_parallel_rank()
-            kept = torch.stack([cache[pages] for cache in self._caches]).float()
-            part = self._keep / f"{kind}-{room}-{rank}.part"
-            with part.open("wb") as file:
-                np.save(file, kept.numpy())
-            part.rename(part.with_suffix(".npy"))
+    def _write(self, kind: str, room: int, pages: list[list[int]]) -> None:
+        """Write the blocks of each layer, [block, ...] in float32, if the folder exists; of a state each part."""
+        if not self._keep.is_dir() or not any(pages):
+            return
+        kept = {
+            f"{name}.{index}": tensor[blocks].float().numpy()
+            for layers, blocks in zip(self._layers, pages, strict=True)
+            for name, tensors in layers.items()
+            for index, tensor in enumerate(tensors)
+        }
+        part = self._keep / f"{kind}-{room}-{get_tensor_model_parallel_rank()}.part"
+        with part.open("wb") as file:
+            np.savez(file, **kept)
+        part.rename(part.with_suffix(".npz"))

@@ -126,14 +126,10 @@ class Halves:
         client: connected, with its pool registered. Nothing else may call its `poll` and `wait`.
         log: of the engine's connector.
         waits_for_agent: repeat calls while the agent is away. An engine that can compute a prompt itself does not wait.
-        cache_count: caches of the layout, all of which have a sequence in the same pages.
     """
 
-    def __init__(
-        self, client: Client, log: logging.Logger, *, waits_for_agent: bool = False, cache_count: int = 1
-    ) -> None:
+    def __init__(self, client: Client, log: logging.Logger, *, waits_for_agent: bool = False) -> None:
         self._client = client
-        self._others = range(1, cache_count)
         self._repeated = (Busy, AgentLost) if waits_for_agent else (Busy,)
         self._table = _Table()
         self._calls = CallThread("longshore-calls", log)
@@ -153,6 +149,7 @@ class Halves:
         end_token: int,
         *,
         last: bool,
+        others: Sequence[CacheTokens] = (),
         binding: Binding = UNBOUND,
         fence: Callable[[], None] | None = None,
         half: OpenHalf | None = None,
@@ -160,6 +157,7 @@ class Halves:
         """Offer the next chunk of a room; return its half.
 
         Args:
+            pages, first_token, end_token, others: as of `Client.send`.
             fence: returns after the device has computed the chunk; called in the thread that makes calls.
             half: that of the first chunk; None: this is the first. If it has ended or was cancelled, there is no call.
         Raises:
@@ -179,7 +177,7 @@ class Halves:
                 prompt=binding.prompt,
                 capability=binding.capability,
                 timeout_s=timeout_s,
-                others=self._also(pages, first_token, end_token),
+                others=others,
             )
 
         self._put(found, send, fence)
@@ -213,10 +211,12 @@ class Halves:
         end_token: int,
         fence: Callable[[], None] | None = None,
         binding: Binding = UNBOUND,
+        others: Sequence[CacheTokens] = (),
     ) -> OpenHalf:
         """Claim tokens [first_token, end_token) of a room into these pages; return its half.
 
         Args:
+            others: as of `Client.receive`.
             fence: as of `offer`.
         Raises:
             ArgumentError: this rank has claimed the room already.
@@ -231,7 +231,7 @@ class Halves:
                 prompt=binding.prompt,
                 capability=binding.capability,
                 timeout_s=timeout_s,
-                others=self._also(pages, first_token, end_token),
+                others=others,
             )
 
         self._put(found, receive, fence, ends_ask=found.was_asked)
@@ -288,10 +288,6 @@ class Halves:
         self._calls.close()
         if self._events is not None:
             self._events.join()
-
-    def _also(self, pages: Sequence[int], first_token: int, end_token: int) -> list[CacheTokens]:
-        """Return what other caches have in these pages."""
-        return [CacheTokens(cache, pages, first_token, end_token) for cache in self._others]
 
     def _opened(self, key: Key, *, takes_asked: bool = False) -> OpenHalf:
         with self._table.lock:

@@ -192,10 +192,22 @@ def promised_handover(parameters: Mapping[str, Any], prompt_tokens: int) -> Hand
     return msgspec.structs.replace(found, room=room, tokens=prompt_tokens, binding=UNBOUND)
 
 
+class GroupPages(NamedTuple):
+    """Tokens [first_token, end_token) of one group of layers, whose pages an engine allots together, and these pages.
+
+    A group that keeps recurrent states has one page, for all tokens or for none.
+    """
+
+    pages: tuple[int, ...]
+    first_token: int
+    end_token: int
+
+
 class Offer(NamedTuple):
     """To a prefill rank: offer tokens [first_token, end_token) of a request's prompt, which this step computes, as `room`.
 
-    Chunks of a room follow each other. `pages` holds these tokens; all chunks but the last end with a page.
+    Chunks of a room follow each other. `pages` holds these tokens in the engine's first group; all chunks but the last end
+    with a page. `others` has what further groups offer with this chunk.
     """
 
     request_id: str
@@ -205,6 +217,13 @@ class Offer(NamedTuple):
     end_token: int
     last: bool
     binding: Binding = UNBOUND
+    others: tuple[GroupPages, ...] = ()
+    is_next: bool = False  # a chunk of this room was offered before
+
+    @property
+    def groups(self) -> tuple[GroupPages, ...]:
+        """All groups."""
+        return GroupPages(self.pages, self.first_token, self.end_token), *self.others
 
 
 class ReportSent(NamedTuple):
@@ -230,7 +249,10 @@ class Ask(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """To a decode rank: claim tokens [first_token, end_token) into these pages. If both are equal, claim nothing."""
+    """To a decode rank: claim tokens [first_token, end_token) into these pages. If both are equal, claim nothing.
+
+    `pages` are of the engine's first group; `others` has what further groups claim.
+    """
 
     request_id: str
     room: int
@@ -239,6 +261,12 @@ class Claim(NamedTuple):
     first_token: int
     end_token: int
     binding: Binding = UNBOUND
+    others: tuple[GroupPages, ...] = ()
+
+    @property
+    def groups(self) -> tuple[GroupPages, ...]:
+        """All groups."""
+        return GroupPages(self.pages, self.first_token, self.end_token), *self.others
 
 
 class Withdraw(NamedTuple):

@@ -12,7 +12,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
 from longshore_engines.handover import (
@@ -25,6 +25,7 @@ from longshore_engines.handover import (
     Ask,
     Claim,
     Fail,
+    GroupPages,
     Handover,
     Offer,
     Order,
@@ -52,14 +53,57 @@ ROOM_BYTES = 8
 _FOREIGN_MAX = 1024
 
 
+class PageGroup(NamedTuple):
+    """A group of layers whose pages of a sequence an engine allots together.
+
+    Attributes:
+        page_size: tokens of a page.
+        window: tokens that its layers read, with the one that is computed; 0: all.
+        unit_tokens: `page_size` if pages cannot be cut, otherwise 1.
+        is_state: the last page of a sequence, but for `spares`, is its recurrent state.
+        spares: pages behind the state's, for speculation.
+    """
+
+    page_size: int
+    window: int = 0
+    unit_tokens: int = 1
+    is_state: bool = False
+    spares: int = 0
+
+    def held(self, pages: Sequence[int], first_token: int, end_token: int, tokens: int) -> GroupPages:
+        """Return what the next token of a sequence of `tokens` tokens needs of tokens [first, end).
+
+        Args:
+            pages: of the sequence, from its first token on.
+        """
+        if self.is_state:
+            # A state is of all tokens before it.
+            if first_token == end_token or end_token < tokens:
+                return GroupPages((), end_token, end_token)
+            return GroupPages((pages[-1 - self.spares],), 0, end_token)
+        if self.window:
+            begin = max(0, tokens - self.window + 1)
+            first_token = max(first_token, begin - begin % self.unit_tokens)
+        if first_token >= end_token:
+            return GroupPages((), end_token, end_token)
+        first_page, end_page = first_token // self.page_size, -(-end_token // self.page_size)
+        return GroupPages(tuple(pages[first_page:end_page]), first_token, end_token)
+
+
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that decode wants. Its first `offered` tokens are offered as `room`, which a rank may have lost since."""
+    """A prompt that decode wants. What is `computed` of it is offered as `room`, which a rank may have lost since.
+
+    Attributes:
+        tokens: of the prompt; those of other attributes count from its first.
+        is_offered: some tokens are.
+    """
 
     room: int
     tokens: int
     binding: Binding
-    offered: int = 0
+    computed: int = 0
+    is_offered: bool = False
     is_lost: bool = False
 
 
@@ -67,21 +111,24 @@ class RequestBook:
     """The transfers of one engine's requests, as its scheduler knows them.
 
     Args:
-        page_size: tokens of a page.
+        groups: of the engine's layers.
         roles: SOURCE if this engine may offer KV, TARGET if it may claim KV; until the ranks have reported theirs.
         draw: returns this many random bytes. Numbers of rooms must be unique in an instance, and nobody may guess them.
         recompute_after_s: a prompt that prefill has not begun to offer after this time is computed here.
+        held_back: the last tokens of a prompt, which prefill does not compute, see `shortened`.
     """
 
     def __init__(
         self,
-        page_size: int,
+        groups: Sequence[PageGroup],
         roles: Collection[Half],
         draw: Callable[[int], bytes] = secrets.token_bytes,
         recompute_after_s: float = math.inf,
+        held_back: int = 0,
     ) -> None:
         self._recompute_after_s = recompute_after_s
-        self._page_size = page_size
+        self._groups = groups
+        self._held_back = held_back
         self._roles = frozenset(roles)
         self._draw = draw
         self._endpoint: Endpoint | None = None
@@ -124,6 +171,15 @@ class RequestBook:
         if parameters and RELEASE in parameters:
             self._give_back(request_id, parameters[RELEASE])
 
+    def shortened(self, parameters: Mapping[str, Any] | None) -> int:
+        """Return how many of its last tokens a new request must lose, since decode computes them.
+
+        Decode computes a prompt's last token to get the next one. Where a state or a window moves, prefill must stop before
+        it: a state that has taken in a token cannot give it back, and a window that has moved on lacks its first token.
+        """
+        wanted = parameters is not None and parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles
+        return self._held_back if wanted else 0
+
     def matched(
         self,
         request_id: str,
@@ -137,6 +193,7 @@ class RequestBook:
         A prompt that prefill may not have computed gets no pages before prefill has offered its first tokens. Otherwise prompts
         of a full cache here and those of a full cache at prefill would wait for each other.
         """
+        prompt_tokens = self._moved(prompt_tokens)
         if request_id in self._asked_s and request_id not in self._answered:
             return self._waited(request_id, parameters or {}, prompt_tokens, now_s)
         if not parameters:
@@ -145,7 +202,7 @@ class RequestBook:
             fresh = now_s - self._heard_s <= ENDPOINT_AGE_MAX_S
             waiting = self._away_since_s is not None and now_s - self._away_since_s <= AGENT_AWAY_MAX_S
             return 0 if fresh and not waiting else None
-        if not parameters.get(WANTS_PREFILL):
+        if not parameters.get(WANTS_PREFILL) or not prompt_tokens:
             return 0
         try:
             found = promised_handover(parameters, prompt_tokens)
@@ -181,11 +238,15 @@ class RequestBook:
         self,
         request_id: str,
         parameters: dict[str, Any] | None,
-        pages: Sequence[int],
+        pages: Sequence[Sequence[int]],
         prompt: Prompt,
         external_tokens: int,
     ) -> None:
-        """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`."""
+        """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`.
+
+        Args:
+            pages: of each group, from the first token on.
+        """
         if not parameters:
             return
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
@@ -195,16 +256,19 @@ class RequestBook:
             return
         parameters[WANTS_PREFILL] = False
         self._forget_ask(request_id)
+        length = self._moved(prompt.length)
+        if not length:
+            return
         try:
-            found = promised_handover(parameters, prompt.length)
+            found = promised_handover(parameters, length)
             self._check(found)
             binding = Binding(prompt.digest(found.tokens), found.binding.capability)
         except ArgumentError as error:
             self._fail(request_id, str(error), external_tokens)
-            self._decline(request_id, parameters, prompt.length)
+            self._decline(request_id, parameters, length)
             return
-        if prompt.length < found.tokens or found.binding.prompt not in (b"", binding.prompt):
-            text = f"the handover is of another prompt, of {found.tokens} tokens, and this one has {prompt.length}"
+        if length < found.tokens or found.binding.prompt not in (b"", binding.prompt):
+            text = f"the handover is of another prompt, of {found.tokens} tokens, and this one has {length}"
             self._fail(request_id, f"{text}: pass on what prefill answered for the same prompt", external_tokens)
             # Its own request may still claim the room.
             self._foreign[found.room] = None
@@ -212,41 +276,39 @@ class RequestBook:
                 self._foreign.popitem(last=False)
             return
         if not external_tokens:
-            self._orders.append(_nothing_of(found, request_id, binding))
+            self._orders.append(self._nothing_of(found, request_id, binding))
             return
         first_token = found.tokens - external_tokens
-        first_page, end_page = first_token // self._page_size, -(-found.tokens // self._page_size)
-        self._loading.add(request_id)
-        self._orders.append(
-            Claim(
-                request_id,
-                found.room,
-                found.endpoint,
-                tuple(pages[first_page:end_page]),
-                first_token,
-                found.tokens,
-                binding,
-            )
+        first, *others = (
+            group.held(own, first_token, found.tokens, found.tokens)
+            for group, own in zip(self._groups, pages, strict=True)
         )
+        self._loading.add(request_id)
+        self._orders.append(Claim(request_id, found.room, found.endpoint, *first, binding, tuple(others)))
 
     @property
     def computing(self) -> Collection[str]:
         """The requests whose prompts are not offered whole."""
-        return [request_id for request_id, prompt in self._prompts.items() if prompt.offered < prompt.tokens]
+        return [request_id for request_id, prompt in self._prompts.items() if prompt.computed < prompt.tokens]
 
-    def computed(self, request_id: str, pages: Sequence[int], end_token: int) -> None:
+    def computed(self, request_id: str, pages: Sequence[Sequence[int]], end_token: int) -> None:
         """Record that this step computes a request up to `end_token`, and order the offer of its new whole pages.
 
         Args:
-            pages: of the request, from its first token on.
+            pages: of each group, from the request's first token on.
         """
-        prompt, size = self._prompts[request_id], self._page_size
-        first, last = prompt.offered, end_token >= prompt.tokens
-        end = prompt.tokens if last else end_token - end_token % size
-        if end > first:
-            chunk = tuple(pages[first // size : -(-end // size)])
-            self._orders.append(Offer(request_id, prompt.room, chunk, first, end, last, prompt.binding))
-            prompt.offered = end
+        prompt = self._prompts[request_id]
+        before, tokens, last = prompt.computed, prompt.tokens, end_token >= prompt.tokens
+        prompt.computed = min(end_token, tokens)
+        found = []
+        for group, own in zip(self._groups, pages, strict=True):
+            end = tokens if last else end_token - end_token % group.page_size
+            found.append(group.held(own, before - before % group.page_size, end, tokens))
+        if any(each.pages for each in found):
+            first, *others = found
+            binding, is_next = prompt.binding, prompt.is_offered
+            self._orders.append(Offer(request_id, prompt.room, *first, last, binding, tuple(others), is_next))
+            prompt.is_offered = True
 
     def preempted(self, request_id: str) -> None:
         """Record that a request has lost its pages. It will be computed again, and offered as another room.
@@ -254,9 +316,12 @@ class RequestBook:
         It may have ended in the meantime.
         """
         prompt = self._prompts.get(request_id)
-        if prompt is None or prompt.offered:
+        if prompt is None or prompt.is_offered:
             self._orders.append(TakeBack(request_id))
-        if prompt is not None and prompt.offered:
+        if prompt is None:
+            return
+        prompt.computed = 0
+        if prompt.is_offered:
             binding = Binding(prompt.binding.prompt, self._draw(BINDING_BYTES_MAX))
             self._prompts[request_id] = _Prompt(self._next_room(), prompt.tokens, binding)
 
@@ -280,8 +345,12 @@ class RequestBook:
         if parameters and parameters.get(WANTS_PREFILL):
             # It ended before it got pages. Make an empty claim, since the prefill engine keeps its pages for one.
             parameters[WANTS_PREFILL] = False
-            self._decline(request_id, parameters, prompt_tokens)
+            self._decline(request_id, parameters, self._moved(prompt_tokens))
         return False, None
+
+    def _moved(self, prompt_tokens: int) -> int:
+        """Return the tokens that decode takes of a prompt."""
+        return max(0, prompt_tokens - self._held_back)
 
     def _forget_ask(self, request_id: str) -> None:
         self._asked_s.pop(request_id, None)
@@ -339,12 +408,12 @@ class RequestBook:
 
     def _hand_out(self, request_id: str, prompt: _Prompt, *, complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Return what `finished` does for a prompt that decode wants."""
-        if not prompt.offered:
+        if not prompt.is_offered:
             return False, None
         told: dict[str, Any] | None = None
         if prompt.is_lost:
             _log.warning("request %s is not handed out: its room has failed", request_id)
-        elif complete and prompt.offered == prompt.tokens:
+        elif complete and prompt.computed == prompt.tokens:
             endpoint = self._present_endpoint(request_id)
             if endpoint is not None:
                 handover = Handover(
@@ -395,7 +464,7 @@ class RequestBook:
             found = promised_handover(parameters, prompt_tokens)
             if found.room in self._foreign:
                 return
-            self._orders.append(_nothing_of(found, request_id, Binding(b"", found.binding.capability)))
+            self._orders.append(self._nothing_of(found, request_id, Binding(b"", found.binding.capability)))
         except ArgumentError as error:
             _log.warning("request %s: prefill keeps its pages until its limit: %s", request_id, error)
 
@@ -414,6 +483,7 @@ class RequestBook:
                 "other; give both engines the same attention backend, data type and kind of processor"
             )
 
-
-def _nothing_of(found: Handover, request_id: str, binding: Binding) -> Claim:
-    return Claim(request_id, found.room, found.endpoint, (), found.tokens, found.tokens, binding)
+    def _nothing_of(self, found: Handover, request_id: str, binding: Binding) -> Claim:
+        """Return a claim of no token, for all groups."""
+        first, *others = (GroupPages((), found.tokens, found.tokens) for _ in self._groups)
+        return Claim(request_id, found.room, found.endpoint, *first, binding, tuple(others))

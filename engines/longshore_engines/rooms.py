@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from longshore_client.arguments import CacheTokens
 from longshore_client.client import Client
 from longshore_engines.halves import Halves, Key, OpenHalf
-from longshore_engines.handover import Ask, Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
+from longshore_engines.handover import Ask, Claim, Fail, GroupPages, Offer, Order, ReportSent, TakeBack, Withdraw
 from longshore_wire.engine_messages import Half
 from longshore_wire.names import room_name
 
@@ -46,6 +47,38 @@ class Ended:
     transfers: list[Transfer] = field(default_factory=list)
 
 
+class CacheGroups(NamedTuple):
+    """The groups of layers in which an engine allots a cache's pages.
+
+    Attributes:
+        groups: their indexes: one, or for recurrent states several, the layers of each after those of the one before.
+        repeats: of recurrent states, how often each group's page is named; empty: the cache has tokens.
+        page_size: tokens of a page of the cache.
+        parts: pages of the cache in one page of its group.
+    """
+
+    groups: tuple[int, ...] = (0,)
+    repeats: tuple[int, ...] = ()
+    page_size: int = 0
+    parts: int = 1
+
+    def tokens(self, cache: int, groups: Sequence[GroupPages]) -> CacheTokens:
+        """Return what the cache has of these tokens of all groups."""
+        pages, first, end = groups[self.groups[0]]
+        if self.repeats:
+            named = zip(self.groups, self.repeats, strict=True)
+            return CacheTokens(cache, sum((groups[group].pages * count for group, count in named), ()), first, end)
+        if self.parts > 1:
+            begin = first // self.page_size % self.parts
+            count = -(-end // self.page_size) - first // self.page_size
+            split = (page * self.parts + part for page in pages for part in range(self.parts))
+            pages = tuple(split)[begin : begin + count]
+        return CacheTokens(cache, pages, first, end)
+
+
+ONE_CACHE = (CacheGroups(),)
+
+
 @dataclass(slots=True)
 class _Request:
     """A request's half of a room, from its order until no process uses its pages.
@@ -71,7 +104,7 @@ class RankRooms:
         client: connected, with its pool registered.
         limit_s: a room that is not done after this time is cancelled. Its pages return when no process uses them.
         asks: this rank asks for rooms, on behalf of all ranks of its engine.
-        cache_count: see `Halves`.
+        caches: of the layout, in its order.
     """
 
     def __init__(
@@ -81,13 +114,14 @@ class RankRooms:
         clock_s: Callable[[], float] = time.monotonic,
         *,
         asks: bool = True,
-        cache_count: int = 1,
+        caches: Sequence[CacheGroups] = ONE_CACHE,
     ) -> None:
         self._asks = asks
+        self._caches = caches
         self._client = client
         self._limit_s = limit_s
         self._clock_s = clock_s
-        self._halves = Halves(client, _log, cache_count=cache_count)
+        self._halves = Halves(client, _log)
         # In the order of `since_s`.
         self._open: dict[Key, _Request] = {}
         self._by_request: dict[str, Key] = {}
@@ -185,7 +219,7 @@ class RankRooms:
         else:
             key = (Half.TARGET, order.endpoint.instance, order.room)
         known, now_s = self._open.get(key), self._clock_s()
-        is_next = isinstance(order, Offer) and order.first_token > 0
+        is_next = isinstance(order, Offer) and order.is_next
         if is_next and (known is None or known.half.cancelled):
             # It has ended, such as by decode's cancellation, while the engine computes the rest.
             return
@@ -194,25 +228,35 @@ class RankRooms:
             # A router has used one room for two prompts. The second request cannot have it.
             self._fail_twin(order)
             return
+        groups = order.groups
+        caches = [cache.tokens(index, groups) for index, cache in enumerate(self._caches)]
+        (_, pages, first, end), others = caches[0], caches[1:]
         if isinstance(order, Claim):
-            where = (order.room, order.endpoint, order.pages, order.first_token, order.end_token)
+            half = self._halves.claim(order.room, order.endpoint, pages, first, end, fence, order.binding, others)
             self._open.pop(key, None)
-            self._open[key] = _Request(order, self._halves.claim(*where, fence, order.binding), now_s)
+            self._open[key] = _Request(order, half, now_s)
         else:
-            chunk = (order.room, order.pages, order.first_token, order.end_token)
             half = self._halves.offer(
-                *chunk, last=order.last, binding=order.binding, fence=fence, half=known.half if known else None
+                order.room,
+                pages,
+                first,
+                end,
+                last=order.last,
+                others=[each for each in others if each.first_token < each.end_token],
+                binding=order.binding,
+                fence=fence,
+                half=known.half if known else None,
             )
             request = self._open.pop(key, None) or _Request(order, half, now_s)
             request.order, request.since_s = order, now_s
             self._open[key] = request
-        if order.pages:
+        if _has_pages(order):
             self._by_request[order.request_id] = key
         elif is_asked:
             del self._by_request[order.request_id]
 
     def _fail_twin(self, order: Offer | Claim) -> None:
-        if not order.pages:
+        if not _has_pages(order):
             return
         _log.error(
             "request %s: room %s is open at this rank already: a router must use each room for one prompt",
@@ -240,7 +284,7 @@ class RankRooms:
         order, failure = request.order, "" if half.done else half.failure
         # An empty claim only tells prefill not to wait. vLLM requests one even for rooms that were claimed.
         is_ask = isinstance(order, Ask)
-        has_pages = not isinstance(order, Ask) and bool(order.pages)
+        has_pages = not isinstance(order, Ask) and _has_pages(order)
         unwanted = request.unwanted or not (is_ask or has_pages)
         if has_pages and not (failure and unwanted):
             self._ended.transfers.append(Transfer(half.half, now_s - request.since_s, half.bytes_moved, failure))
@@ -266,3 +310,7 @@ class RankRooms:
             self._ended.received.add(order.request_id)
             if failure:
                 self._ended.failed.add(order.request_id)
+
+
+def _has_pages(order: Offer | Claim) -> bool:
+    return any(group.pages for group in order.groups)

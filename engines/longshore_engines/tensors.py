@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,10 @@ class KVTensor(CPUTensor, Protocol):
     def device(self) -> Device:
         """Return the device that holds the memory."""
 
+    @property
+    def dtype(self) -> object:
+        """Return the type of an element, such as torch.float32."""
+
     def stride(self) -> Sequence[int]:
         """Return the stride of each dimension, in elements."""
 
@@ -73,6 +78,16 @@ class CacheShape(NamedTuple):
     stage_layers: tuple[int, ...] | None = None
     is_latent: bool = False  # MLA: one latent a token, of any length, and no heads to split
     name: str = "kv"
+
+
+class SlotCache(NamedTuple):
+    """A cache of recurrent states: the tensor of each local layer, [blocks, ...] with a block's bytes adjacent, and the layout.
+
+    In a block the rows follow each other, in each row the planes, and in each plane its heads.
+    """
+
+    tensors: Sequence[KVTensor]
+    layout: KVLayout
 
 
 class SharedCaches(NamedTuple):
@@ -146,12 +161,15 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
 
 
 def share(
-    caches: Sequence[tuple[Mapping[str, KVTensor], CacheShape]], pages: PageFormat = PageFormat.BLOB
+    caches: Sequence[tuple[Mapping[str, KVTensor], CacheShape]],
+    pages: PageFormat = PageFormat.BLOB,
+    slots: Sequence[SlotCache] = (),
 ) -> SharedCaches:
     """Move CPU tensors to shared memory in place, or get the handles of a GPU's. Call it once, before their first use.
 
     Args:
         caches: of each, its tensors by layer name, and its shape.
+        slots: further caches.
     Raises:
         LayoutError, ArgumentError: as `layout_of`, or the memory cannot be shared.
     """
@@ -162,7 +180,35 @@ def share(
         parts.append(
             _Part(ordered, layout, ordered[0].shape[0], functools.partial(_planes, layout=layout, pages=pages))
         )
-    return _shared(parts)
+    return _shared([*parts, *map(_slot_part, slots)])
+
+
+def _slot_part(slot: SlotCache) -> _Part:
+    layout, first = slot.layout, slot.tensors[0]
+    layout.check()
+    widths = [len(layout.heads_of(plane.heads)) * plane.row_bytes for plane in layout.model.planes]
+    row_bytes, rows = sum(widths), layout.model.planes[0].rows
+    for index, tensor in enumerate(slot.tensors):
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        inner = [math.prod(shape[at + 1 :]) for at in range(1, len(shape))]
+        if (
+            shape != tuple(first.shape)
+            or list(strides[1:]) != inner
+            or inner[0] * shape[1] * tensor.element_size() != (rows * row_bytes)
+        ):
+            raise LayoutError(
+                f"state {index} of cache {layout.name!r} has the shape {shape} and the strides {strides}: a block has "
+                f"{rows} rows of {row_bytes} bytes without gaps"
+            )
+
+    def planes(blocks: Sequence[_Blocks]) -> tuple[PlaneGeometry, ...]:
+        return tuple(
+            PlaneGeometry(region, offset + sum(widths[:number]), stride, row_bytes, plane.row_bytes)
+            for number, plane in enumerate(layout.model.planes)
+            for region, offset, stride in blocks
+        )
+
+    return _Part(slot.tensors, layout, first.shape[0], planes)
 
 
 def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCaches:

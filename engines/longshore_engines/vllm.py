@@ -22,20 +22,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
-from longshore_engines.handover import Offer, Order, Prompt, token_content
+from longshore_engines.handover import WANTS_DECODE, Offer, Order, Prompt
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
-from longshore_engines.tensors import CacheShape, PageFormat, layer_number, share
-from longshore_engines.vllm_checks import check_engine, check_version, is_draft, page_format, roles_of, setting
+from longshore_engines.vllm_caches import caches_of, held_back, page_groups
+from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, page_format, roles_of, setting
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -98,7 +101,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc] # as ab
     content: str
 
 
-class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
+class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
     """See the module. Options come from `kv_connector_extra_config`, see docs/how-to/vllm.md.
 
     Raises:
@@ -123,8 +126,13 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._answered: set[str] = set()
         self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
-            block_size = vllm_config.cache_config.block_size
-            self._book = RequestBook(block_size, self._roles, recompute_after_s=self._setting.recompute_after_s)
+            groups = page_groups(kv_cache_config, is_opaque=self._setting.pages == OPAQUE)
+            self._book = RequestBook(
+                groups,
+                self._roles,
+                recompute_after_s=self._setting.recompute_after_s,
+                held_back=held_back(groups),
+            )
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
@@ -136,6 +144,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             _log.warning("request %s: kv_transfer_params is no mapping, and ignored", request.request_id)
             request.kv_transfer_params = None
         self._book.arrived(request.request_id, request.kv_transfer_params)
+        count = self._book.shortened(request.kv_transfer_params)
+        if count and not _shorten(request, count):
+            # Decode computes it whole.
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), WANTS_DECODE: False}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that will be loaded; None: ask again."""
@@ -155,7 +167,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._book.allocated(
             request.request_id,
             request.kv_transfer_params,
-            blocks.get_block_ids()[0],
+            self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids()),
             _prompt_of(request),
             num_external_tokens,
         )
@@ -172,11 +184,20 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
             for request_id in computing:
-                (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                self._book.computed(request_id, blocks, before[request_id] + scheduled[request_id])
+                blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                pages = self._kv_cache_config.select_transfer_block_ids(blocks)
+                self._book.computed(request_id, pages, before[request_id] + scheduled[request_id])
         return StepOrders(self._book.take_orders(), is_empty=not scheduled)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Return no group: vLLM clears new blocks before they are loaded, since a load need not fill its last one."""
+        return ()
+
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether a request's blocks are offered, and the parameters for decode if it can have them."""
         assert self._book is not None
         return self._book.finished(
@@ -185,6 +206,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             request.num_prompt_tokens,
             complete=request.status in _DONE_STATUS,
         )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Do the same for an engine whose layers are all in one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
         """Return whether a step is needed without a request, since workers get orders only in steps."""
@@ -217,9 +242,22 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Share this rank's cache with the agent; called once, before anything is computed."""
-        written_by, dtype = _written_by(self._vllm_config, next(iter(kv_caches))), next(iter(kv_caches.values())).dtype
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(kv_caches))
+        states = {name: layers[name].kv_cache for name in kv_caches if isinstance(layers[name], MambaBase)}
+        written_by = next((_written_by(layers[name]) for name in kv_caches if name not in states), "")
         pages = page_format(self._setting.pages, written_by)
-        shared = share(_caches(self._vllm_config, kv_caches), pages)
+        found = caches_of(
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            states,
+            _parallel(self._vllm_config),
+            pages,
+            written_by,
+            is_dim_first=bool(states) and is_conv_state_dim_first(),
+            stage_layers=_stage_layers(self._vllm_config),
+        )
+        shared, self._content = found.shared, found.content
         self._on_device = shared.device != "cpu"
         try:
             self._client, self._roles = registered(
@@ -236,16 +274,12 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             for region in shared.regions:
                 if isinstance(region, int):
                     os.close(region)
-        if pages is PageFormat.BLOB:
-            self._content = f"{written_by} {dtype}"
-        else:
-            self._content = f"vLLM's latents of {dtype}" if shared.layout.model.kinds == 1 else token_content(dtype)
         parallel = shared.layout.parallel
         self._rooms = RankRooms(
             self._client,
             self._setting.limit_s,
             asks=parallel.tp_rank == 0 and parallel.pp_rank == 0,
-            cache_count=len(shared.geometries),
+            caches=found.groups,
         )
 
     def get_handshake_metadata(self) -> RankHandshake | None:
@@ -359,53 +393,44 @@ def _prompt_of(request: Any) -> Prompt:
     )
 
 
-def _caches(vllm_config: Any, kv_caches: dict[str, Any]) -> list[tuple[dict[str, Any], CacheShape]]:
-    """Return the layers of the model and, if there are some, those of its draft, which vLLM numbers beside or after them."""
-    target = _cache_shape(vllm_config)
-    own = {name: tensor for name, tensor in kv_caches.items() if not is_draft(name, target.layers)}
-    drafts = sorted(kv_caches.keys() - own.keys(), key=layer_number)
-    found = [(own, target)]
-    if drafts:
-        draft = vllm_config.speculative_config.draft_model_config
-        shape = target._replace(
-            layers=len(drafts),
-            kv_heads=draft.get_total_num_kv_heads(),
-            head_dim=draft.get_head_size(),
-            stage_layers=None,
-            is_latent=draft.use_mla,
-            name="draft",
-        )
-        found.append(({f"layers.{number}": kv_caches[name] for number, name in enumerate(drafts)}, shape))
-    return found
+def _shorten(request: Any, count: int) -> bool:
+    """Take the last `count` tokens from a new request's prompt; False: that is not possible.
+
+    Its answer has one token, which nobody needs: with a second one, vLLM would move its window or state on.
+    """
+    ids = request.prompt_token_ids
+    # What asks for the logarithms of its prompt's probabilities is computed whole, at prefill and at decode.
+    if ids is None or len(ids) <= count or request.get_skip_reading_prefix_cache():
+        return False
+    del ids[-count:]
+    del request._all_token_ids[-count:]  # noqa: SLF001 -- as vLLM's own connectors do
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1
+    return True
 
 
-def _cache_shape(vllm_config: Any) -> CacheShape:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    layers = model.get_total_num_hidden_layers()
-    stages = parallel.pipeline_parallel_size
-    return CacheShape(
-        layers,
-        model.get_total_num_kv_heads(),
-        model.get_head_size(),
-        Parallel(
-            tp=parallel.tensor_parallel_size,
-            tp_rank=get_tensor_model_parallel_rank(),
-            pp=stages,
-            pp_rank=get_pp_group().rank_in_group,
-            dp=parallel.data_parallel_size,
-            dp_rank=parallel.data_parallel_rank,
-        ),
-        _stage_layers(layers, stages) if stages > 1 else None,
-        is_latent=model.use_mla,
+def _parallel(vllm_config: Any) -> Parallel:
+    parallel = vllm_config.parallel_config
+    return Parallel(
+        tp=parallel.tensor_parallel_size,
+        tp_rank=get_tensor_model_parallel_rank(),
+        pp=parallel.pipeline_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        dp=parallel.data_parallel_size,
+        dp_rank=parallel.data_parallel_rank,
     )
 
 
-def _written_by(vllm_config: Any, layer_name: str) -> str:
-    """Return the attention backend that writes pages, and its instruction set if that changes their order."""
-    layer = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, [layer_name])[layer_name]
+def _written_by(layer: Any) -> str:
+    """Return the attention backend that writes a layer's pages, and its instruction set if that changes their order."""
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
 
 
-def _stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+def _stage_layers(vllm_config: Any) -> tuple[int, ...] | None:
+    """Return the layers of each pipeline stage; None: there is one."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return None
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
     bounds: Iterable[tuple[int, int]] = (get_pp_indices(layers, stage, stages) for stage in range(stages))
     return tuple(end - first for first, end in bounds)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.tensors import PageFormat, layer_number
+from longshore_engines.tensors import PageFormat
 from longshore_wire.engine_messages import Half
 
 _log = logging.getLogger("vllm.longshore")
@@ -149,11 +149,12 @@ def page_format(pages: str, written_by: str) -> PageFormat:
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise ArgumentError if the connector cannot move this kind of cache; names the kind."""
-    groups = len(kv_cache_config.kv_cache_groups)
+    groups = len(kv_cache_config.transfer_groups)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    if groups > 1:
+    if groups > 1 and parallel.pipeline_parallel_size > 1:
         raise ArgumentError(
-            f"the model's cache has {groups} groups of layers (hybrid attention or state): only one kind is moved"
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's cache has {groups} groups of layers, "
+            "which vLLM forms for each stage: use 1"
         )
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise ArgumentError(
@@ -181,8 +182,3 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"draft_tensor_parallel_size is {draft_tp} and pipeline_parallel_size {parallel.pipeline_parallel_size}: the draft's layers "
             f"are moved if the one is tensor_parallel_size, {parallel.tensor_parallel_size}, and the other 1"
         )
-
-
-def is_draft(name: str, layers: int) -> bool:
-    """Return whether a layer is of the draft of a model of `layers` layers, by its name."""
-    return name.startswith("draft_model.") or layer_number(name) >= layers

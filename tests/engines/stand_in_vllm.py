@@ -29,6 +29,7 @@ class Status(Enum):
 
 class Connector:
     def __init__(self, vllm_config, role, kv_cache_config):
+        self._kv_cache_config = kv_cache_config
         self._connector_metadata = None
         self._vllm_config = vllm_config
         self._kv_transfer_config = vllm_config.kv_transfer_config
@@ -58,6 +59,28 @@ class Metrics:
         self._labelnames, self.per_engine_labelvalues = labelnames, per_engine_labelvalues
 
 
+class FullAttentionSpec:
+    """The spec of K and V."""
+
+    def __init__(self, block_size, head_size):
+        self.block_size, self.head_size = block_size, head_size
+
+
+class CacheConfig:
+    """The part of vLLM's cache configuration that the connector reads."""
+
+    def __init__(self, num_blocks, groups):
+        self.num_blocks, self.transfer_groups = num_blocks, groups
+
+    def select_transfer_block_ids(self, block_ids):
+        assert len(block_ids) == len(self.transfer_groups)
+        return tuple(block_ids)
+
+
+def cache_group(spec, *names):
+    return SimpleNamespace(layer_names=list(names), kv_cache_spec=spec)
+
+
 class Layer:
     isa = "vec"
 
@@ -84,6 +107,7 @@ CONTENT = {
         "KVConnectorRole": Role,
         "KVConnectorTransferResults": TransferResults,
         "KVConnectorWorkerMetadata": object,
+        "SupportsHMA": type("SupportsHMA", (), {}),
     },
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
         "KVConnectorPromMetrics": Metrics,
@@ -97,6 +121,8 @@ CONTENT = {
         "get_pp_indices": lambda layers, stage, stages: (layers * stage // stages, layers * (stage + 1) // stages)
     },
     "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": Layer},
+    "vllm.model_executor.layers.mamba.abstract": {"MambaBase": type("MambaBase", (Layer,), {})},
+    "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P="p2p")},
     "vllm.v1.metrics.utils": {
         "create_metric_per_engine": lambda metric, values: {

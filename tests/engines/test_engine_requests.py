@@ -31,12 +31,13 @@ from longshore_engines.handover import (
     handover_of,
     packed_handover,
 )
-from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, ROOM_BYTES, RequestBook
+from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, ROOM_BYTES, PageGroup, RequestBook
 from longshore_wire.bindings import Binding
 from longshore_wire.engine_messages import RankAddress
 
 BOTH = (Half.SOURCE, Half.TARGET)
 PAGE = 32
+ONE_GROUP = (PageGroup(PAGE),)
 
 
 class Book(RequestBook):
@@ -44,7 +45,15 @@ class Book(RequestBook):
 
     def allocated(self, request_id, parameters, pages, prompt, external_tokens):
         made = Prompt(prompt, range(prompt)) if isinstance(prompt, int) else prompt
-        super().allocated(request_id, parameters, pages, made, external_tokens)
+        super().allocated(request_id, parameters, by_group(pages), made, external_tokens)
+
+    def computed(self, request_id, pages, end_token):
+        super().computed(request_id, by_group(pages), end_token)
+
+
+def by_group(pages):
+    """Return pages by group; a list of numbers is of the only one."""
+    return pages if pages and not isinstance(pages[0], int) else [pages]
 
 
 def secret(number):
@@ -57,13 +66,23 @@ def bound(number, length=70):
     return Binding(Prompt(length, range(length)).digest(length), secret(number))
 
 
-def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDPOINT, recompute_after_s=math.inf):
+def book(
+    roles=BOTH,
+    *,
+    content="attention float32",
+    first_room=9,
+    endpoint=ENDPOINT,
+    recompute_after_s=math.inf,
+    groups=ONE_GROUP,
+    held_back=0,
+):
     numbers, secrets = itertools.count(first_room), itertools.count(first_room)
     made = Book(
-        PAGE,
+        groups,
         roles,
         lambda length: next(numbers).to_bytes(8, "little") if length == ROOM_BYTES else secret(next(secrets)),
         recompute_after_s,
+        held_back,
     )
     made.introduced(BOTH, content)
     made.heard(endpoint, 0.0)
@@ -110,7 +129,7 @@ def test_whole_pages_are_offered_in_the_step_that_computes_them_and_the_rest_wit
         assert prefill.take_orders() == offered
     assert prefill.computing == ["p"]
     prefill.computed("p", [7, 3, 5], 90)
-    assert prefill.take_orders() == (Offer("p", 9, (3, 5), 32, 90, True, bound(9, 90)),)
+    assert prefill.take_orders() == (Offer("p", 9, (3, 5), 32, 90, True, bound(9, 90), is_next=True),)
     assert prefill.computing == []
 
 
@@ -499,3 +518,100 @@ def test_a_prompt_whose_agent_goes_away_while_it_is_computed_is_withdrawn():
     prefill.heard(None, 10.0, away=True)
     assert prefill.finished("p", parameters, 70, complete=True) == (True, None)
     assert prefill.take_orders()[1:] == (Withdraw("p"), ReportSent("p", 9))
+
+
+# -- engines with several groups of layers ------------------------------------------------------------------------------
+
+
+WINDOW, SPARES = 40, 2
+HYBRID = (PageGroup(PAGE), PageGroup(16, window=WINDOW), PageGroup(PAGE, is_state=True, spares=SPARES))
+
+
+def hybrid(**options):
+    return book(groups=HYBRID, held_back=1, **options)
+
+
+def test_each_group_offers_its_own_pages_a_window_its_end_and_a_state_its_one_page_with_the_last_chunk():
+    prefill = hybrid()
+    # 100 tokens without the last one: the next token's window begins with token 99 - 40 + 1.
+    prefill.allocated("p", {"do_remote_decode": True}, ((1, 2, 3, 4), (), (9,)), 99, 0)
+    chunks = []
+    for end, pages in (
+        (40, ((1, 2), (11, 12, 13), (9, 8, 7))),
+        (70, ((1, 2, 3), (0, 12, 13, 14, 15), (9, 8, 7))),
+        (99, ((1, 2, 3, 4), (0, 0, 0, 14, 15, 16, 17), (9, 8, 7))),
+    ):
+        prefill.computed("p", pages, end)
+        chunks += prefill.take_orders()
+    assert [(chunk.groups, chunk.last, chunk.is_next) for chunk in chunks] == [
+        ((((1,), 0, 32), ((), 32, 32), ((), 32, 32)), False, False),
+        ((((2,), 32, 64), ((14,), 60, 64), ((), 64, 64)), False, True),
+        ((((3, 4), 64, 99), ((15, 16, 17), 64, 99), ((9,), 0, 99)), True, True),
+    ]
+
+
+def test_a_window_of_pages_that_cannot_be_cut_begins_with_a_page():
+    assert PageGroup(16, window=40, unit_tokens=16).held(range(7), 0, 99, 99) == ((3, 4, 5, 6), 48, 99)
+
+
+def test_decode_claims_all_but_the_last_token_in_every_group_and_each_state_whole():
+    told = computed_hybrid()
+    decode = hybrid()
+    parameters = dict(told)
+    assert decode.matched("d", parameters, 100, 32, 0.0) == 67
+    pages = ((1, 2, 3, 4), (0, 0, 0, 14, 15, 16, 17), (9, 8, 7))
+    decode.allocated("d", parameters, pages, 100, 67)
+    (claim,) = decode.take_orders()
+    assert claim.groups == (((2, 3, 4), 32, 99), ((14, 15, 16, 17), 60, 99), ((9,), 0, 99))
+
+
+def computed_hybrid():
+    """Return prefill's transfer parameters of a prompt of 100 tokens, of which it has computed 99."""
+    return computed(hybrid(), tokens=99, pages=((1, 2, 3, 4), (0, 0, 0, 14, 15, 16, 17), (9, 8, 7)))[1]
+
+
+def test_a_prompt_that_decode_needs_nothing_of_is_claimed_for_no_group():
+    decode = hybrid()
+    parameters = dict(computed_hybrid())
+    assert decode.matched("d", parameters, 100, 99, 0.0) == 0
+    decode.allocated("d", parameters, ((1,), (2,), (3,)), 100, 0)
+    (claim,) = decode.take_orders()
+    assert claim.groups == (((), 99, 99),) * 3
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_prompt_of_one_token_is_neither_asked_for_nor_claimed_by_an_engine_that_computes_the_last_one(tokens):
+    decode = hybrid()
+    parameters = dict(computed_hybrid()) | {ROOM: 5}
+    assert decode.matched("d", parameters, tokens, 0, 0.0) == 0
+    decode.allocated("d", parameters, ((1,), (2,), (3,)), tokens, 0)
+    assert decode.take_orders() == ()
+
+
+def test_a_prompt_of_which_prefill_has_computed_every_token_is_refused_where_its_state_would_have_taken_in_the_last():
+    decode = hybrid()
+    parameters = dict(computed(hybrid(), tokens=100, pages=((1, 2, 3, 4), range(7), (9, 8, 7)))[1])
+    assert decode.matched("d", parameters, 100, 0, 0.0) == 99
+    decode.allocated("d", parameters, ((1, 2, 3, 4), range(7), (9, 8, 7)), 100, 99)
+    (refused,) = decode.take_orders()
+    assert "of 100 tokens, and this one has 99" in refused.text
+
+
+def test_prefill_shortens_prompts_for_decode_alone_and_only_where_a_state_or_window_moves():
+    assert hybrid().shortened({"do_remote_decode": True}) == 1
+    assert hybrid().shortened({"do_remote_prefill": True}) == 0
+    assert hybrid().shortened(None) == 0
+    assert hybrid(roles=(Half.TARGET,)).shortened({"do_remote_decode": True}) == 0
+    assert book().shortened({"do_remote_decode": True}) == 0
+
+
+def test_a_prompt_that_is_preempted_before_its_window_begins_is_offered_from_its_first_page_again():
+    groups = (PageGroup(16, window=20),)
+    prefill = book(groups=groups, held_back=1)
+    prefill.allocated("p", {"do_remote_decode": True}, ((1,),), 99, 0)
+    prefill.computed("p", ((1, 2, 3, 4),), 64)
+    assert prefill.take_orders() == ()
+    prefill.preempted("p")
+    prefill.computed("p", (range(20, 27),), 99)
+    (offer,) = prefill.take_orders()
+    assert (offer.groups, offer.is_next) == ((((25, 26), 80, 99),), False)

@@ -19,7 +19,7 @@ from longshore_wire.engine_messages import Receive as ReceiveMessage
 
 OFFER = Offer("p", 7, (1, 2), 0, 6, last=True)
 REPORT = ReportSent("p", 7)
-FIRST, SECOND = Offer("p", 7, (1,), 0, 4, last=False), Offer("p", 7, (2,), 4, 6, last=True)
+FIRST, SECOND = Offer("p", 7, (1,), 0, 4, last=False), Offer("p", 7, (2,), 4, 6, last=True, is_next=True)
 CLAIM = Claim("d", 7, ENDPOINT, (3, 4), 0, 6)
 
 

@@ -11,7 +11,7 @@ import torch
 from fake_agent import FakeAgent
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from scene import DONE, RELEASED, event
-from stand_in_vllm import Factory, Role, Status, installed
+from stand_in_vllm import CacheConfig, Factory, FullAttentionSpec, Role, Status, cache_group, installed
 
 from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_engines.handover import ROOM, handover_of, parameters_for_decode
@@ -45,7 +45,6 @@ def config(socket, instance, **extra):
             is_kv_consumer=True,
             kv_connector_extra_config={"socket": socket, **extra},
         ),
-        cache_config=SimpleNamespace(block_size=TOKENS),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
         parallel_config=SimpleNamespace(
@@ -65,12 +64,16 @@ def config(socket, instance, **extra):
     )
 
 
+def cache_config():
+    return CacheConfig(6, [cache_group(FullAttentionSpec(TOKENS, DIM), *(f"model.layers.{n}.attn" for n in range(2)))])
+
+
 class Engine:
     """A scheduler's and a worker's connector, with vLLM's order of calls in a step."""
 
     def __init__(self, module, tmp_path, instance, **extra):
         self.agent = FakeAgent(str(tmp_path / instance))
-        settings = config(self.agent.path, instance, **extra), SimpleNamespace(kv_cache_groups=[object()])
+        settings = config(self.agent.path, instance, **extra), cache_config()
         self.scheduler = module.LongshoreConnector(settings[0], Role.SCHEDULER, settings[1])
         self.worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
         shape = (6, HEADS, TOKENS, 2 * DIM)
@@ -355,7 +358,7 @@ def test_the_handshake_of_another_connector_is_refused_with_the_order_that_works
 def test_another_vllm_is_refused_when_it_makes_the_connector_unless_it_is_let_in():
     with installed("0.33.0"):
         made = importlib.import_module("longshore_engines.vllm").LongshoreConnector
-        caches = SimpleNamespace(kv_cache_groups=[object()])
+        caches = cache_config()
         with pytest.raises(ArgumentError, match=r"^vLLM 0\.33\.0: this connector was tested with"):
             made(config("/nowhere", "p"), Role.SCHEDULER, caches)
         made(config("/nowhere", "p", allow_untested_version=True), Role.SCHEDULER, caches)
@@ -394,7 +397,7 @@ def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monke
     monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
     settings = (
         config(str(tmp_path / "nobody"), "alone", connect_limit_s=0.05),
-        SimpleNamespace(kv_cache_groups=[object()]),
+        cache_config(),
     )
     worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
     with pytest.raises(ConnectError, match=r"nobody within 0\.05 s"):

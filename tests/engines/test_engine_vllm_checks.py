@@ -9,7 +9,7 @@ import pytest
 
 from longshore_client import ArgumentError, Half
 from longshore_engines.tensors import PageFormat
-from longshore_engines.vllm_checks import check_engine, check_version, is_draft, page_format, roles_of, setting
+from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
 
 DRAFT = SimpleNamespace(method="draft_model", draft_tensor_parallel_size=2)
 NGRAM = SimpleNamespace(method="ngram", draft_tensor_parallel_size=None)
@@ -35,7 +35,7 @@ def engine(*, groups=1, **changes):
         device_config=SimpleNamespace(device_type=values["device"]),
         speculative_config=values["speculative"],
     )
-    return config, SimpleNamespace(kv_cache_groups=[object()] * groups)
+    return config, SimpleNamespace(transfer_groups=[object()] * groups)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
@@ -63,7 +63,7 @@ def test_models_with_one_group_of_layers_are_served(changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"groups": 2}, "2 groups"),
+        ({"groups": 2, "stages": 2}, "2 groups"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         ({"speculative": SimpleNamespace(method="eagle")}, "method is 'eagle': only draft_model, ngram were tried"),
@@ -126,10 +126,3 @@ def test_tokens_are_shared_only_of_backends_whose_pages_are_known():
         page_format("tokens", "CPU_ATTN amx")
     with pytest.raises(ArgumentError, match="pages is 'pages'"):
         setting({"pages": "pages"})
-
-
-def test_layers_of_a_draft_are_told_from_those_of_the_model_by_their_names():
-    # A draft model, a head that vLLM numbers after the model's layers, and the model itself.
-    assert is_draft("draft_model.model.layers.0.self_attn.attn", 4)
-    assert is_draft("model.layers.4.self_attn.attn", 4)
-    assert not is_draft("model.layers.3.self_attn.attn", 4)

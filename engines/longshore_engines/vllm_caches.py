@@ -1,0 +1,301 @@
+"""Describes vLLM's groups of layers as caches: their layouts, their tensors, and the groups that their pages come from.
+
+Called by `vllm.LongshoreConnector`. It reads attributes of vLLM's configuration and does not import vLLM. vLLM allots pages by
+group, and a model has one group for each kind of layer, or several if it has more layers of one kind than of another. The groups
+overlay each other in one allocation, in which a page belongs to one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from longshore_client.errors import ArgumentError
+from longshore_engines.handover import token_content
+from longshore_engines.requests import PageGroup
+from longshore_engines.rooms import CacheGroups
+from longshore_engines.tensors import CacheShape, KVTensor, PageFormat, SharedCaches, SlotCache, layer_number, share
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane
+
+_FULL, _WINDOW, _STATE = "kv", "window", "state"
+DRAFT, CONV, SSM = "draft", "conv", "ssm"
+# The kinds of vLLM's specs that were tried, by their class.
+_KINDS = {
+    "FullAttentionSpec": _FULL,
+    "MLAAttentionSpec": _FULL,
+    "SlidingWindowSpec": _WINDOW,
+    "MambaSpec": _STATE,
+}
+_ORDER = (_FULL, _WINDOW, DRAFT)
+# What models call the number of groups that share B and C of a Mamba2 state.
+_STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+
+
+class Caches(NamedTuple):
+    """The caches of one rank.
+
+    Attributes:
+        shared: their layouts and memory.
+        groups: of each cache.
+        content: the meaning of a page's bytes beyond the layout.
+    """
+
+    shared: SharedCaches
+    groups: tuple[CacheGroups, ...]
+    content: str
+
+
+def specs_of(group: Any) -> Mapping[str, Any]:
+    """Return the spec of each layer of a group."""
+    spec = group.kv_cache_spec
+    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return dict.fromkeys(group.layer_names, spec) if found is None else found
+
+
+def kind_of(group: Any) -> str:
+    """Return what the layers of a group keep.
+
+    Raises:
+        ArgumentError: it was not tried; names it.
+    """
+    kinds = set()
+    for name, spec in specs_of(group).items():
+        kind = _KINDS.get(type(spec).__name__)
+        if kind is None or "INDEXER" in str(getattr(spec, "cache_role", "")):
+            raise ArgumentError(f"layer {name} has a cache of the kind {type(spec).__name__}, which is not moved yet")
+        if kind == _STATE:
+            _check_state(name, spec)
+        kinds.add(kind)
+    if len(kinds) != 1:
+        raise ArgumentError(f"a group has layers of the kinds {', '.join(sorted(kinds))}: one is known")
+    return kinds.pop()
+
+
+def _check_state(name: str, spec: Any) -> None:
+    if spec.mamba_type.name not in _SECTIONS:
+        raise ArgumentError(
+            f"layer {name} has a state of the kind {spec.mamba_type.name}: only those of {', '.join(sorted(_SECTIONS))} are moved"
+        )
+    if spec.mamba_cache_mode != "none":
+        raise ArgumentError(
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}: states in a prefix cache are not moved yet; start with "
+            "--no-enable-prefix-caching"
+        )
+    if getattr(spec, "tp_replicated", False):
+        raise ArgumentError(f"layer {name} has a state that every rank has whole, which is not moved yet")
+
+
+def page_groups(kv_cache_config: Any, *, is_opaque: bool) -> tuple[PageGroup, ...]:
+    """Return vLLM's groups, as its scheduler allots their pages.
+
+    Raises:
+        ArgumentError: as `kind_of`.
+    """
+    found = []
+    for group in kv_cache_config.transfer_groups:
+        kind, spec = kind_of(group), next(iter(specs_of(group).values()))
+        size = group.kv_cache_spec.block_size
+        if kind == _STATE:
+            found.append(PageGroup(size, is_state=True, spares=spec.num_speculative_blocks))
+        else:
+            window = spec.sliding_window if kind == _WINDOW else 0
+            found.append(PageGroup(size, window, size if is_opaque else 1))
+    return tuple(found)
+
+
+def held_back(groups: Sequence[PageGroup]) -> int:
+    """Return how many of a prompt's last tokens prefill must not compute; see `RequestBook.shortened`."""
+    return int(any(group.is_state or group.window for group in groups))
+
+
+def is_draft(name: str, layers: int) -> bool:
+    """Return whether a layer is of the draft of a model of `layers` layers, by its name."""
+    return name.startswith("draft_model.") or layer_number(name) >= layers
+
+
+class _Attention(NamedTuple):
+    """A cache with tokens: its layers in order, all of one group."""
+
+    kind: str
+    group: int
+    names: tuple[str, ...]
+
+
+def caches_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, KVTensor],
+    states: Mapping[str, Sequence[KVTensor]],
+    parallel: Parallel,
+    pages: PageFormat,
+    written_by: str,
+    *,
+    is_dim_first: bool,
+    stage_layers: tuple[int, ...] | None = None,
+) -> Caches:
+    """Share this rank's memory, and describe it.
+
+    Args:
+        kv_caches: as vLLM registers them.
+        states: the parts of each layer's state: [blocks, rows, channels], or [blocks, channels, rows] with `is_dim_first`, and
+            [blocks, heads, ...].
+        written_by: see `vllm_checks.PAGE_FORMATS`.
+        stage_layers: of each pipeline stage; None: there is one.
+    Raises:
+        ArgumentError, LayoutError: they cannot be moved; names the layer and its property.
+    """
+    groups = kv_cache_config.transfer_groups
+    kinds = [kind_of(group) for group in groups]
+    model = vllm_config.model_config
+    layers = model.get_total_num_hidden_layers()
+    attention = _attention(groups, kinds, layers)
+    tensors, sources = [], []
+    for position, cache in enumerate(attention):
+        number = sum(other.kind == cache.kind for other in attention[:position])
+        name = cache.kind if number == 0 else f"{cache.kind}-{number + 1}"
+        spec = specs_of(groups[cache.group])[cache.names[0]]
+        own = {layer: kv_caches[layer] for layer in cache.names}
+        _check_apart(own)
+        first = own[cache.names[0]]
+        if stage_layers is None:
+            own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
+        owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
+        heads = _heads(first.shape[1], parallel.tp, owner)
+        shape = CacheShape(
+            sum(stage_layers) if stage_layers else len(own),
+            heads,
+            spec.head_size,
+            parallel,
+            stage_layers,
+            is_latent=type(spec).__name__ == "MLAAttentionSpec",
+            name=name,
+        )
+        tensors.append((own, shape))
+        parts = first.shape[0] // kv_cache_config.num_blocks
+        sources.append(CacheGroups((cache.group,), page_size=first.shape[2], parts=parts))
+    slots, repeats, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
+    named = tuple(group for group, kind in enumerate(kinds) if kind == _STATE)
+    sources += [CacheGroups(named, repeats) for _ in slots]
+    if tensors:
+        dtype = next(iter(tensors[0][0].values())).dtype
+        if pages is PageFormat.BLOB:
+            texts.insert(0, f"{written_by} {dtype}")
+        else:
+            texts.insert(0, f"vLLM's latents of {dtype}" if tensors[0][1].is_latent else token_content(dtype))
+    return Caches(share(tensors, pages, slots), tuple(sources), "; ".join(texts))
+
+
+def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list[_Attention]:
+    """Return the caches with tokens: those of the model in full, its windows, then those of its draft."""
+    found = []
+    for index, (group, kind) in enumerate(zip(groups, kinds, strict=True)):
+        if kind == _STATE:
+            continue
+        names = sorted(group.layer_names, key=layer_number)
+        drafts = tuple(name for name in names if is_draft(name, layers))
+        own = tuple(name for name in names if name not in drafts)
+        found += [_Attention(each, index, layers) for each, layers in ((kind, own), (DRAFT, drafts)) if layers]
+    return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
+
+
+def _heads(local: int, tp: int, model: Any) -> int:
+    """Return the KV heads of the whole model, of which this rank has `local`."""
+    if model.use_mla:
+        return 1
+    # One head of each rank may be one that other ranks have, too.
+    return local * tp if local > 1 else min(tp, model.get_total_num_kv_heads())
+
+
+def _check_apart(tensors: Mapping[str, KVTensor]) -> None:
+    seen: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        other = seen.setdefault(tensor.data_ptr(), name)
+        if other != name:
+            raise ArgumentError(f"layers {other} and {name} share one cache, which is not moved yet")
+
+
+# -- recurrent states -------------------------------------------------------------------------------------------------
+
+
+def _gated_delta(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterator[tuple[int, int]]:  # noqa: ARG001
+    """Yield heads and width of q, k and v."""
+    heads, width, key_width = state
+    key_heads = (channels - heads * width) // 2 // key_width
+    yield key_heads * tp, key_width
+    yield key_heads * tp, key_width
+    yield heads * tp, width
+
+
+def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterator[tuple[int, int]]:
+    """Yield heads and width of x, B and C."""
+    heads, width, size = state
+    local = (channels - heads * width) // 2 // size
+    groups = local * tp
+    if local == 1 and tp > 1:
+        given = next((value for name in _STATE_GROUPS if (value := getattr(config, name, None))), None)
+        if given is None:
+            raise ArgumentError(
+                f"the model's config has none of {', '.join(_STATE_GROUPS)}: whether ranks share B and C"
+            )
+        groups = min(given, tp)
+    yield heads * tp, width
+    yield groups, size
+    yield groups, size
+
+
+_SECTIONS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2}
+
+
+def _slots(
+    vllm_config: Any,
+    groups: Sequence[Any],
+    kinds: Sequence[str],
+    states: Mapping[str, Sequence[KVTensor]],
+    parallel: Parallel,
+    *,
+    is_dim_first: bool,
+) -> tuple[list[SlotCache], tuple[int, ...], list[str]]:
+    """Return the caches of recurrent states, how often each group's page is named, and the meaning of their bytes."""
+    by_group = [
+        sorted(group.layer_names, key=layer_number) for group, kind in zip(groups, kinds, strict=True) if kind == _STATE
+    ]
+    if not by_group:
+        return [], (), []
+    counts = [len(names) for names in by_group]
+    # A page of the slot is one of vLLM's, or one layer if vLLM's have unequal numbers of layers.
+    is_even = all(count == counts[0] for count in counts[:-1]) and counts[-1] <= counts[0]
+    names = [name for group in by_group for name in group]
+    spec = next(specs_of(group)[names[0]] for group in groups if names[0] in group.layer_names)
+    conv, state = ([states[name][part] for name in names] for part in range(2))
+    rows, channels = conv[0].shape[1:]
+    if is_dim_first:
+        rows, channels = channels, rows
+    config = vllm_config.model_config.hf_text_config
+    sections = list(_SECTIONS[spec.mamba_type.name](channels, state[0].shape[1:], parallel.tp, config))
+    size = conv[0].element_size()
+    planes = tuple(
+        Plane(heads, width * rows * size) if is_dim_first else Plane(heads, width * size, rows)
+        for heads, width in sections
+    )
+    heads, *inner = state[0].shape[1:]
+    entry_bytes = state[0].element_size()
+    for count in inner:
+        entry_bytes *= count
+    page_layers = counts[0] if is_even else 1
+
+    def layout(name: str, own: tuple[Plane, ...], element_bytes: int) -> KVLayout:
+        return KVLayout(ModelShape(len(names), own, element_bytes), parallel, page_layers, PageOrder.SLOT, name=name)
+
+    order = "DS" if is_dim_first else "SD"
+    text = (
+        f"states of {spec.mamba_type.name} in groups of {', '.join(map(str, counts))}: conv {order} {conv[0].dtype}, "
+        f"ssm {state[0].dtype}"
+    )
+    return (
+        [
+            SlotCache(conv, layout(CONV, planes, size)),
+            SlotCache(state, layout(SSM, (Plane(heads * parallel.tp, entry_bytes),), state[0].element_size())),
+        ],
+        (1,) * len(counts) if is_even else tuple(counts),
+        [text],
+    )
