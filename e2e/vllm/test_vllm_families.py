@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_model
 from controlplane.waiting import until
 from engines import Engine, Nursery, Prompt, tokens_of
-from prompts import AT_ONCE, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, at_once, random_prompt
+from prompts import (
+    AT_ONCE,
+    NEW_TOKENS,
+    PROMPTS,
+    SHARED_TOKENS,
+    SHARES_A_PREFIX,
+    TELLING_TOKENS_MIN,
+    Oracle,
+    at_once,
+    random_prompt,
+)
 from scene import Scene, Side, check_nothing_is_lent, generate, prefill
 from tiny_model import TinyModel
 
@@ -27,15 +38,20 @@ MANY = tuple(random_prompt(500 + number, 20 + 11 * number) for number in range(3
 pytestmark = pytest.mark.timeout(600)
 
 
-# -- sliding windows: vLLM keeps all tokens of such layers for a connector, in the one group of the others -----------------
+# -- sliding windows: groups of layers of which only the end of a prompt moves ---------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def windowed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scene, Oracle]]:
     model = tiny_model.make_windowed(tmp_path_factory.mktemp("model"), 4)
-    alone = Oracle(nursery, model, (*PROMPTS, *MANY))
+    alone = Oracle(nursery, model, (*PROMPTS, SHARES_A_PREFIX, *MANY))
     with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)]) as running:
         yield running, alone
+
+
+def load_bytes(engine: Engine) -> float:
+    """Return the bytes that an engine has received."""
+    return engine.metrics().total("vllm:longshore_load_bytes_sum")
 
 
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
@@ -49,6 +65,17 @@ def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
             engine.forget_prefixes()
         answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), prompts)
         assert [len(prompt) for prompt, answer in zip(prompts, answers, strict=True) if answer != alone(prompt)] == []
+    # Engines that have computed the other prompt have the first blocks of this one, of windows those before the last common token.
+    for engine in engines.values():
+        engine.complete(PROMPTS[-2], NEW_TOKENS)
+    loaded = load_bytes(engines[target])
+    assert generate(engines[source], engines[target], SHARES_A_PREFIX, NEW_TOKENS) == alone(SHARES_A_PREFIX)
+    until(lambda: load_bytes(engines[target]) > loaded, "the load is counted")
+    block = engines[target].options.block_tokens
+    blocks = -(-len(SHARES_A_PREFIX) // block) - SHARED_TOKENS // block
+    blocks += 3 * (-(-(len(SHARES_A_PREFIX) - 1) // block) - (len(SHARES_A_PREFIX) - tiny_model.WINDOW) // block)
+    block_bytes = block * 2 * 4 * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
+    assert load_bytes(engines[target]) - loaded == blocks * block_bytes
     for engine in engines.values():
         engine.forget_prefixes()
     telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
@@ -112,15 +139,13 @@ def test_tokens_of_engines_that_draft_equal_those_of_one_alone_and_the_drafts_kv
         (prompt,) = (prompt for prompt in PROMPTS if len(prompt) == 2 * engines[target].options.block_tokens + 1)
         engines[target].complete(prompt, NEW_TOKENS)
 
-    moved = engines[target].metrics().total("vllm:longshore_load_bytes_sum")
+    moved = load_bytes(engines[target])
     share = accepted_share(engines[target], lambda: move(PROMPTS)) if method == "draft_model" else move(PROMPTS)
     block = engines[target].options.block_tokens
     layers = tiny_model.LAYERS * (2 if method == "draft_model" else 1)
     block_bytes = block * layers * 2 * 4 * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
     expected = moved + sum(-(-len(prompt) // block) for prompt in PROMPTS) * block_bytes
-    until(
-        lambda: engines[target].metrics().total("vllm:longshore_load_bytes_sum") == expected, f"{expected} bytes came"
-    )
+    until(lambda: load_bytes(engines[target]) == expected, f"{expected} bytes came")
     if method == "draft_model":
         # vLLM's first draft is wrong wherever it computes only the last token of a prompt, also after a hit of its own cache.
         compute()
@@ -332,3 +357,35 @@ def test_with_the_moved_states_zeroed_answers_change(gated: tuple[str, Scene], s
     scene.zero.unlink()
     same = [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other]
     assert same == []
+
+
+# -- errors of other connectors, planted -------------------------------------------------------------------------------------
+
+
+def test_a_state_that_has_taken_in_the_last_token_is_told_by_its_answers(
+    nursery: Nursery, tmp_path: Path, mamba: tuple[Scene, Oracle]
+) -> None:
+    _, alone = mamba
+    environment = {"E2E_VLLM_PLANT": "last token"}
+    sides = [Side(f"late-{name}", 1, extra=STATEFUL, environment=environment) for name in (WIDE, SINGLE)]
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    with Scene(nursery, tiny_model.make_mamba(tmp_path, 4), sides) as scene:
+        source, target = scene.engines.values()
+        answers = at_once(lambda prompt: generate(source, target, prompt, NEW_TOKENS), telling)
+    assert [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)] == []
+
+
+def test_a_conv_state_that_is_split_without_its_sections_is_told_by_its_bytes(nursery: Nursery, tmp_path: Path) -> None:
+    extra = (*STATEFUL, "--dtype", "bfloat16")
+    environment = {"E2E_VLLM_PLANT": "no sections"}
+    sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in (("cut-wide", 2), ("cut-single", 1))]
+    (prompt,) = (prompt for prompt in PROMPTS if len(prompt) == max(map(len, PROMPTS)))
+    with Scene(nursery, tiny_model.make_gated(tmp_path, 4), sides) as scene:
+        scene.keep.mkdir()
+        (room,) = move_and_keep(scene, "cut-wide", "cut-single", [prompt])
+        offered, received = kept(scene, "offered", room, 2), kept(scene, "received", room, 1)
+    parts = [name for name in received[0] if f"{name.rpartition('.')[0]}.1" in received[0] and name.endswith(".0")]
+    assert len(parts) == tiny_model.LAYERS - 1
+    for part in parts:
+        one, other = (whole_state([rank[part] for rank in side], "SD") for side in (offered, received))
+        assert not np.array_equal(one, other)

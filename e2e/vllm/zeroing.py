@@ -7,6 +7,8 @@ it to the layers of a draft model ("draft") or to recurrent states ("state").
 While the folder that E2E_VLLM_KEEP names exists, each rank writes the bytes of a room's blocks into it: of a prompt that is
 offered, and of one that has come.
 
+E2E_VLLM_PLANT plants an error that other connectors had, which a test must find.
+
 While the file that E2E_VLLM_HOLD names exists, an engine stands still after a step that offers a chunk, but not the last
 one, up to the token that the file names or beyond.
 """
@@ -24,12 +26,22 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+import longshore_engines.vllm
+from longshore_engines import vllm_caches
 from longshore_engines.handover import Claim, Offer
 from longshore_engines.vllm import LongshoreConnector
 
 ZERO, HOLD, KEEP = "E2E_VLLM_ZERO", "E2E_VLLM_HOLD", "E2E_VLLM_KEEP"
 DRAFT, STATE = "draft", "state"
 LOOK_S = 0.01
+
+
+# The errors by their names: prefill computes the last token, too, or conv states are split without regard to their sections.
+PLANT = os.environ.get("E2E_VLLM_PLANT")
+if PLANT == "last token":
+    longshore_engines.vllm.held_back = lambda _groups: 0
+elif PLANT == "no sections":
+    vllm_caches._SECTIONS["GDN_ATTN"] = lambda channels, _state, tp, _config: iter([(channels * tp, 1)])
 
 
 class ZeroingConnector(LongshoreConnector):
