@@ -211,6 +211,18 @@ def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(mak
     assert isinstance(side.register(), Accepted)
 
 
+def test_each_request_renews_the_lease_as_a_client_sends_no_renewal_beside_it(make):
+    source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
+    for side in (source, target):
+        side.register()
+        side.now_ns += 2 * side.config.settings.lease_ns  # the engine was stopped, with no room open
+    source.say(offer(1, 0, 8, pages(1, 2)))
+    target.say(claim(1, 8, pages(1, 2)))
+    for side in (source, target):
+        side.core.tick(side.now_ns)
+        assert [room.failed for room in side.core.rooms.values()] == [False]
+
+
 def test_a_claim_in_parts_is_answered_by_its_last_part(make):
     target = make("D", Half.TARGET)
     target.register()

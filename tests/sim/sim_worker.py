@@ -423,8 +423,8 @@ class Worker:
 
     def obey_engine(self, message: Any, room: Room | None) -> None:
         """Carry out an engine's request, like the agent's `engine_requests`."""
+        self.core.renew(self.clock())
         if isinstance(message, Renew):
-            self.core.renew(self.clock())
             return
         try:
             if isinstance(message, Cancel):

@@ -245,7 +245,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=72):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag=73):
-    """Engine to agent: the engine lives; renew the leases of all of its rooms. Not answered."""
+    """Engine to agent: the engine lives; renew the leases of all of its rooms, as any message does. Not answered."""
 
 
 class RoomEvent(msgspec.Struct, frozen=True, array_like=True, tag=74):

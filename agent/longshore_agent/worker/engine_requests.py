@@ -109,7 +109,8 @@ class EngineRequests:
     _unprepared: list[tuple[RoomKey, PageTables, Half, frozenset[Way]]] = field(default_factory=list)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
-        """Handle one request; return its answer, or None if the answer comes later or is not due."""
+        """Handle one request, which also renews the lease; return its answer, or None if that comes later or is not due."""
+        self.renew(now_ns)
         request = getattr(message, "request", 0)
         try:
             return self._dispatch(message, descriptors, now_ns)
@@ -121,11 +122,14 @@ class EngineRequests:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
 
+    def renew(self, now_ns: int) -> None:
+        """Renew the leases of all rooms: the engine has sent a message. A client sends Renew only if it has no other."""
+        for session in (self.source, self.target):
+            if session is not None:
+                session.renew(now_ns)
+
     def _dispatch(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
         if isinstance(message, Renew):
-            for session in (self.source, self.target):
-                if session is not None:
-                    session.renew(now_ns)
             return None
         if isinstance(message, RegisterPool):
             self._register(message, descriptors)

@@ -407,6 +407,7 @@ class Worker:
             self._steps.begin()
             for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
                 if isinstance(message, EngineSteps):
+                    self.requests.renew(now_ns)
                     self._steps.of_engine(message)
                     continue
                 answer = self.requests.handle(message, descriptors, now_ns)
@@ -518,8 +519,7 @@ class Worker:
         for watched in (self.engine.fileno(), self.engine.pidfd):
             if watched is not None:
                 self.net.poller.register(watched, 1)
-        for session in self.sessions.values():
-            session.renew(now_ns)
+        self.requests.renew(now_ns)
         self._tell(
             Welcome(
                 ENGINE_PROTOCOL_VERSION,
