@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import two_writers
 from core_outputs import effects_of, messages_of
-from source_voice import attach_to, drain_writers
+from source_voice import attach_to, drain_writers, stay_alive
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
@@ -547,6 +547,50 @@ def test_rooms_of_two_addresses_at_which_nobody_answers_all_end() -> None:
         target.tick(now_ns)
     ended = [effect for effect in effects_of(target) if isinstance(effect, RoomEnded)]
     assert {effect.key.room: effect.reason for effect in ended} == {1: Reason.PEER_LOST, 2: Reason.PEER_LOST}
+
+
+def _fail_before_its_address_is_dialled() -> tuple[SourceSession, TargetSession]:
+    """Return a source at h:1 and a target that dials h:6, and has failed its room of h:1 meanwhile."""
+    source, target = prefill(), decode(200)
+    source.offer(2, [(0, 0, 60)], last=True, now_ns=0)
+    _claim_at(target, 1, "h:6", 0)
+    _claim_at(target, 2, "h:1", 0)
+    target.cancel(RoomKey("P", 2), Reason.CANCELLED, "enough", 0)
+    released = [effect.key.room for effect in effects_of(target) if isinstance(effect, RoomReleased)]
+    assert released == [2], "nobody may write its pages"
+    messages_of(target)
+    return source, target
+
+
+def test_a_room_that_fails_before_its_address_is_dialled_is_reported_there_once_the_dialled_one_is_dead() -> None:
+    source, target = _fail_before_its_address_is_dialled()
+
+    target.peer_dead(PREFILL, 0, 0)
+    assert target.peers[PREFILL].address == "h:1"
+    exchange(source, target, [message for _, message in messages_of(target)])
+
+    assert source.ended[RoomKey("P", 2)].reason is Reason.CANCELLED
+    assert not target.rooms and not target.peers[PREFILL].outcomes
+
+
+def test_rooms_of_another_address_are_dropped_unreported_if_the_dialled_worker_of_the_name_lives() -> None:
+    _, target = _fail_before_its_address_is_dialled()
+    _claim_at(target, 3, "h:1", 0)
+    attach = Attach(2, "d", "P", 6, LAYOUT, "Loopback", b"", None, (), 1 << 20)
+    attach_to(target, PREFILL, attach, 0)
+
+    said = stay_alive(target, 0, target.config.peer_timeout_ns + target.config.heartbeat_ns)
+
+    assert target.ended[RoomKey("P", 3)].reason is Reason.STALE_EPOCH
+    assert list(target.rooms) == [RoomKey("P", 1)]
+    assert not [message for _, message in said if isinstance(message, Abort)], "that worker never had the rooms"
+
+
+def test_an_open_rooms_address_is_dialled_before_that_of_a_room_that_has_failed() -> None:
+    _, target = _fail_before_its_address_is_dialled()
+    _claim_at(target, 3, "h:7", 0)
+    target.peer_dead(PREFILL, 0, 0)
+    assert target.peers[PREFILL].address == "h:7"
 
 
 def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_drains_at_the_source() -> None:

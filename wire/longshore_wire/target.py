@@ -64,6 +64,8 @@ from longshore_wire.ways import Way, chosen_way, is_near, staging_between
 
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
+# In these states a pair of a failed room keeps the room: its source must confirm, or be told at an address not yet dialled.
+_PENDING = (TargetPairState.ABORTING, TargetPairState.WAITING)
 # What sources send about a pair.
 _OF_PAIRS = (Demand, SlabReady, Abort, EndAck, Offered)
 # Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
@@ -654,6 +656,9 @@ class TargetSession:
     def _dial_at(self, link: Link, address: str, now_ns: int) -> None:
         self.links.dial(link, address, now_ns)
         link.home = ""
+        for room, pair in self._rooms_of(link):
+            if room.failed and pair.state is TargetPairState.WAITING and self._is_here(link, pair):
+                self._end_wait(room, pair, now_ns)
         link.rival_since_ns = now_ns if self._rivals_of(link) else None
 
     def _refuse_rivals(self, link: Link, now_ns: int) -> None:
@@ -666,6 +671,8 @@ class TargetSession:
                 "endpoint is out of date"
             )
             self._give_up(room, pair, Reason.STALE_EPOCH, text, now_ns)
+            if room.failed:
+                self._end_wait(room, pair, now_ns)
 
     # -- keeping alive -------------------------------------------------------------------------------------------------
 
@@ -937,8 +944,9 @@ class TargetSession:
         return pair.state is TargetPairState.WAITING and not self._is_here(link, pair)
 
     def _rivals_of(self, link: Link) -> list[tuple[TargetRoom, TargetPair]]:
-        """Return a peer's rooms that wait for a life at another address than the dialled one."""
-        return [(room, pair) for room, pair in self._rooms_of(link) if self._is_elsewhere(link, pair)]
+        """Return a peer's rooms that wait for a life at another address than the dialled one, failed ones last."""
+        rivals = [(room, pair) for room, pair in self._rooms_of(link) if self._is_elsewhere(link, pair)]
+        return sorted(rivals, key=lambda rival: rival[0].failed)
 
     def _concerns(self, link: Link, pair: TargetPair) -> bool:
         """Whether a pair was claimed, or would be at the address that is dialled now."""
@@ -1051,13 +1059,23 @@ class TargetSession:
         self._effect(room.ended())
         self._remember_room(room, reason, text, now_ns)
         for name, pair in room.pairs.items():
+            self._deadlines.repeats.clear((room.key, name))
+            if self._is_elsewhere(self.peers[pair.peer], pair):
+                # Its source may have offered the room, and can be told only at its own address: see `_end_wait`.
+                continue
             if pair.state is not TargetPairState.CLOSED:
                 self.granter.quarantine(pair)
                 self._abort_pair(pair)
-            self._deadlines.repeats.clear((room.key, name))
             self._queue_outcome(pair, room.key, self.ended[room.key], now_ns)
         if room.exposed:
             self.exposed_since_ns[room.key] = now_ns
+        self._settle(room)
+
+    def _end_wait(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
+        """End a pair that has outlived its failed room to wait for its source's address; tell the source if it is dialled now."""
+        pair.step(TargetPairEvent.CLOSE)
+        ended = Ended(room.reason, room.text, self.table.remembered_until_ns(now_ns), binding=room.binding)
+        self._queue_outcome(pair, room.key, ended, now_ns)
         self._settle(room)
 
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
@@ -1071,15 +1089,15 @@ class TargetSession:
         self._settle(room)
 
     def _settle(self, room: TargetRoom) -> None:
-        """Release the pages once no writer can write them; drop the room once every writer has confirmed."""
+        """Release the pages once no writer can write them; drop the room once every writer has confirmed, and no pair waits."""
         if not room.failed or self.rooms.get(room.key) is not room:
             return
         if room.state is TargetRoomState.FAILED and not room.exposed:
             room.step(TargetRoomEvent.RELEASE)
             self.exposed_since_ns.pop(room.key, None)
             self._effect(RoomReleased(Half.TARGET, room.key))
-        aborting = any(pair.state is TargetPairState.ABORTING for pair in room.pairs.values())
-        if room.state is TargetRoomState.RELEASED and not aborting:
+        pending = any(pair.state in _PENDING for pair in room.pairs.values())
+        if room.state is TargetRoomState.RELEASED and not pending:
             self._drop(room)
 
     def _drop(self, room: TargetRoom) -> None:
