@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from core_outputs import effects_of, messages_of
 from source_voice import attach_to
@@ -12,7 +13,7 @@ from longshore_wire.engine_messages import CachePages, Endpoint, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.links import PeerState
-from longshore_wire.peer_messages import Attach, RoomKey
+from longshore_wire.peer_messages import Attach, Claim, RoomKey
 from longshore_wire.target import TargetSession
 
 LAYOUT = KVLayout(ModelShape.kv(2, 4, 16, 2), Parallel(), 16)
@@ -47,6 +48,29 @@ def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_wa
     gaps = [later - earlier for earlier, later in zip([0, *moments], moments, strict=False)]
     assert min(gaps) >= target.config.peer_timeout_ns
     assert len(dials) >= MINUTE_NS // (2 * target.config.peer_timeout_ns)
+
+
+def test_a_late_attach_of_a_life_before_the_one_that_a_room_names_does_not_attach_it() -> None:
+    target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
+
+    def claim(room: int, epoch: int) -> None:
+        endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", epoch),))
+        target.claim(Wanted(RoomKey("P", room), endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 0)
+
+    claim(1, 7)
+    late = Attach(2, "d", "P", 7, LAYOUT, "Loopback", b"", None, (), 1 << 20, address="h:1")
+    late = msgspec.structs.replace(late, attempt=target.peers[PREFILL].attempt)
+    messages_of(target)
+    claim(2, 9)
+    claim(3, 9)
+    assert [type(message) for _, message in messages_of(target)] == [Attach], "to the life that is there now, once"
+
+    target.receive(PREFILL, late, 0)
+
+    assert target.peers[PREFILL].state is PeerState.DIALING
+    attach_to(target, PREFILL, msgspec.structs.replace(late, epoch=9), 0)
+    claims = [message for _, message in messages_of(target) if isinstance(message, Claim)]
+    assert {message.pair.source_epoch for message in claims} == {9}
 
 
 def test_claims_dial_only_so_many_sources_that_have_not_answered_and_others_are_told_to_try_again() -> None:

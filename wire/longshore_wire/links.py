@@ -118,7 +118,8 @@ class Link:
 
     # The following fields are used at a target, for its sources.
     attempt: int = 0  # number of our newest Attach to it
-    answered: int = 0  # number of the newest Attach that it has answered
+    answered: int = 0  # number of the newest Attach that it has answered, or that only earlier lives have got
+    named_epoch: int = 0  # the newest life that a room has named at an address that was dialled
     outcomes: dict[tuple[RoomKey, int], Outcome] = field(default_factory=dict)
     queued_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
     outcomes_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms

@@ -641,13 +641,19 @@ class TargetSession:
         if link is None:
             link = self.peers[peer] = Link(peer, answered=self.links.asked_count)
         is_here = main_address(link.address) == main_address(named.address)
+        if is_here and max(link.epoch, link.named_epoch) < named.epoch:
+            # Only one process can own this address, so earlier lives have ended. Their Attaches may still come.
+            link.named_epoch, link.answered = named.epoch, link.attempt
+            if link.state is PeerState.DIALING:
+                self.links.send_attach(link)
         if link.attach is not None and is_here and link.epoch < named.epoch:
-            # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
+            # The new life's Attach is the proof.
             self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
         # If the source is lost from here on, the room's address is dialled.
         link.rooms[key] = None
         if link.is_lost or not link.address:
             self._dial_at(link, named.address, now_ns)
+            link.named_epoch = named.epoch
         elif link.rival_since_ns is None and main_address(link.address) != main_address(named.address):
             # Two addresses for one name: probe the dialled one before the other is dialled.
             link.rival_since_ns = now_ns
