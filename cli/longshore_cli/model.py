@@ -28,6 +28,8 @@ _LINE_MAX = 1 << 20
 _SCALED_ELEMENTS, _SCALE_BYTES = 128, 4
 # A row of a sparse model's latent in fp8: 512 elements, 4 scales, and the rotary part in bfloat16.
 _SCALED_LATENT_BYTES = 656
+# vLLM rather pads its smaller groups than forming more of them, if one kind has less than this many times the layers of another.
+_PADDED = 1.5
 # Mamba 1 splits channels, which have no heads of their own.
 _CHANNELS = 64
 _FULL, _WINDOW, _STATE, _BOTH, _NONE = "full", "window", "state", "both", "none"
@@ -100,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of conv states: SD, rows of channels, is vLLM's default; DS, channels of rows, is SGLang's but for KDA (SD)",
     )
     parser.add_argument("--draft-layers", type=whole(0), default=0, help="draft layers with a cache of their own (0)")
+    parser.add_argument(
+        "--vllm",
+        action="store_true",
+        help="as vLLM registers them: layers of one kind in as many caches as it forms groups of them",
+    )
     parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml")
 
 
@@ -111,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         ssm_dtype=Dtype(arguments.ssm_dtype) if arguments.ssm_dtype else None,
         conv_order=arguments.conv_order,
         draft_layers=arguments.draft_layers,
+        for_vllm=arguments.vllm,
     )
     if arguments.output == "json":
         print(as_json({"model": plain(model), "notes": notes}))
@@ -160,6 +168,7 @@ def model_of(
     ssm_dtype: Dtype | None = None,
     conv_order: str = "SD",
     draft_layers: int = 0,
+    for_vllm: bool = False,
 ) -> tuple[Model, list[str]]:
     """Return the model of a config, and what is assumed.
 
@@ -168,11 +177,14 @@ def model_of(
         kv_dtype, ssm_dtype: of the engine; None: as the config says.
         conv_order: SD or DS; see `add_arguments`.
         draft_layers: layers of a draft, shaped as those of the model.
+        for_vllm: see `add_arguments`.
     Raises:
         ModelError: a field is missing or has a value that is not known; names it.
     """
     reader = _Reader(config, kv_dtype, ssm_dtype, conv_order)
     found = list(reader.caches(draft_layers))
+    if for_vllm:
+        found = list(_groups_of_vllm(found))
     short = _short(found[0]) if len(found) == 1 else None
     model = short or Model(caches=tuple(found))
     try:
@@ -189,6 +201,24 @@ def _short(cache: Cache) -> Model | None:
     attention = Attention.MLA if len(planes) == 1 else Attention.GQA
     heads, width = planes[0].heads, planes[0].width
     return Model(attention=attention, layers=cache.layers, kv_heads=heads, head_dim=width, dtype=cache.dtype)
+
+
+def _groups_of_vllm(caches: Sequence[Cache]) -> Iterator[Cache]:
+    """Yield the caches with tokens by the groups in which vLLM allots their pages, and the others."""
+    counts = {
+        "state" if cache.unit is Unit.SLOT else cache.name: cache.layers
+        for cache in caches
+        if cache.unit is not Unit.PAGE
+    }
+    # A draft's layers are in the group of the model's.
+    counts["kv"] = counts.get("kv", 0) + counts.pop("draft", 0)
+    least, most = min(filter(None, counts.values())), max(counts.values())
+    size = most if most < _PADDED * least else least
+    for cache in caches:
+        groups = -(-cache.layers // size) if cache.name in {"kv", "window"} else 1
+        for index in range(groups):
+            name = f"{cache.name}-{index + 1}" if index else cache.name
+            yield msgspec.structs.replace(cache, name=name, layers=len(range(index, cache.layers, groups)))
 
 
 class _Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tiny_model
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 from engines import ROOT, Engine, EngineOptions, Nursery, Prompt, body, tokens_of
 from prompts import NEW_TOKENS, PROMPTS, SHARES_A_PREFIX, Oracle
+from scene import TO_PREFILL
 from tiny_model import TinyModel
 
 from longshore_operator.render.engines import vllm_config
@@ -33,15 +36,7 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine, Pat
     """Yield the router's address, its decode engine, and the folder of prefill's agent."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
-        longshore = Path(sys.executable).with_name("longshore")
-        up = Process(
-            "longshore-up",
-            [longshore, "up", "-f", EXAMPLES / "tiny.yaml", "--directory", directory / "agents"],
-            nursery.directory,
-        )
-        stack.callback(up.stop)
-        sockets = {role: directory / "agents" / f"{role}-0" / "agent.sock" for role in ("prefill", "decode")}
-        until(lambda: up.check() and all(path.exists() for path in sockets.values()), "agents listen", LIMIT_S)
+        sockets = agents_of(stack, EXAMPLES / "tiny.yaml", directory, nursery.directory)
         engines = {
             role: stack.enter_context(
                 Engine(nursery, EngineOptions(f"how-to-{role}", model, tp, transfer, is_spawned=True))
@@ -59,6 +54,16 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine, Pat
         url = f"http://127.0.0.1:{port}"
         until(lambda: proxy.check() and answers(url), "the router listens", LIMIT_S)
         yield url, engines["decode"], sockets["prefill"].parent
+
+
+def agents_of(stack: ExitStack, manifest: Path, directory: Path, logs: Path) -> dict[str, Path]:
+    """Run the agents of a manifest by `longshore up` until the stack ends; return the socket of each role's."""
+    longshore = Path(sys.executable).with_name("longshore")
+    up = Process("longshore-up", [longshore, "up", "-f", manifest, "--directory", directory / "agents"], logs)
+    stack.callback(up.stop)
+    sockets = {role: directory / "agents" / f"{role}-0" / "agent.sock" for role in ("prefill", "decode")}
+    until(lambda: up.check() and all(path.exists() for path in sockets.values()), "agents listen", LIMIT_S)
+    return sockets
 
 
 def answers(url: str) -> bool:
@@ -133,3 +138,47 @@ def test_an_error_of_an_engine_reaches_the_client_as_an_error(stage: tuple[str, 
     url, _, _ = stage
     answer = httpx.post(f"{url}/v1/completions", json=body(PROMPTS[0], 1) | {"model": "another"}, timeout=LIMIT_S)
     assert answer.status_code == httpx.codes.NOT_FOUND
+
+
+# -- the caches of a model in a deployment, as `longshore model` writes them ------------------------------------------------
+
+# Tokens of a block. vLLM takes as many as the bytes of a layer's state need.
+PAGE_SIZES = {"states": 96, "windows": 32}
+MAKERS = {"states": tiny_model.make_mamba, "windows": tiny_model.make_windowed}
+MANIFEST = """\
+apiVersion: longshore.dev/v1alpha1
+kind: DisaggDeployment
+metadata: {{name: tiny}}
+spec:
+  model: {model}
+  prefill: {{nodeSelector: {{role: prefill}}, tensorParallel: 2, pageSize: {page_size}, pageOrder: Opaque, staging: {{bufferSize: 8Mi}}}}
+  decode: {{nodeSelector: {{role: decode}}, tensorParallel: 1, pageSize: {page_size}, pageOrder: Opaque, staging: {{poolSize: 64Mi}}}}
+"""
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_engines_register_the_caches_that_longshore_model_writes_for_vllm(
+    nursery: Nursery, tmp_path: Path, kind: str
+) -> None:
+    model = MAKERS[kind](tmp_path, 4)
+    printed = subprocess.run(
+        [Path(sys.executable).with_name("longshore"), "model", model.path, "--vllm", "-o", "json"],
+        check=True,
+        capture_output=True,
+    )
+    caches = json.loads(printed.stdout)["model"]
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
+        manifest = tmp_path / "tiny.yaml"
+        manifest.write_text(MANIFEST.format(model=json.dumps(caches), page_size=PAGE_SIZES[kind]))
+        sockets = agents_of(stack, manifest, directory, nursery.directory)
+        engines = {}
+        for role, tp in (("prefill", 2), ("decode", 1)):
+            transfer = json.loads(vllm_config(role, str(sockets[role]), "opaque"))
+            options = EngineOptions(f"{kind}-{role}", model, tp, transfer, extra=("--no-enable-prefix-caching",))
+            engines[role] = stack.enter_context(Engine(nursery, options))
+        for engine in engines.values():
+            engine.wait_ready()
+        answer = engines["prefill"].complete(PROMPTS[-2], 1, TO_PREFILL)
+        engines["decode"].complete(PROMPTS[-2], NEW_TOKENS, answer["kv_transfer_params"])
+        assert engines["decode"].metrics().total("vllm:longshore_load_bytes_count") == 1

@@ -294,6 +294,28 @@ def test_windows_are_those_of_the_config() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        # As many windows as full layers, or five times as many; a group of Gemma's has 10 layers.
+        ("gpt-oss-120b", {"kv": 18, "window": 18}),
+        (
+            "Gemma 3 27B",
+            {"kv": 10, "window": 9, "window-2": 9, "window-3": 9, "window-4": 9, "window-5": 8, "window-6": 8},
+        ),
+        # A state is one cache, whatever the groups.
+        ("Qwen3.5-397B", {"kv": 15, "conv": 45, "ssm": 45}),
+    ],
+)
+def test_for_vllm_windows_are_the_caches_of_its_groups(name: str, layers: dict[str, int]) -> None:
+    config = QWEN if name.startswith("Qwen") else SIZES[name][0]
+    model, _ = model_of(config, for_vllm=True)
+    assert {cache.name: cache.layers for cache in model.all_caches} == layers
+    assert all(
+        cache.window == 1024 for cache in model.all_caches if name.startswith("Gemma") and "window" in cache.name
+    )
+
+
+@pytest.mark.parametrize(
     ("config", "fault"),
     [
         ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers is missing"),

@@ -158,14 +158,12 @@ MLA = "{attention: MLA, layers: 4, kvHeads: 1, headDim: 576, dtype: bfloat16}"
 SEVERAL = "{caches: [{name: a, layers: 1, dtype: int8, planes: [{heads: 4, width: 8}]}, {name: b, layers: 1, dtype: int8, planes: [{heads: 4, width: 8}]}]}"
 
 
-@pytest.mark.parametrize(("model", "is_served"), [(MLA, True), (SEVERAL, False)])
-def test_a_deployment_of_several_caches_which_vllm_does_not_register_says_nothing_of_vllm(
-    model: str, *, is_served: bool
-) -> None:
+@pytest.mark.parametrize("model", [MLA, SEVERAL])
+def test_a_deployment_of_any_model_has_vllms_config(model: str) -> None:
     text = (EXAMPLES / "vllm/tiny.yaml").read_text()
     read = manifest.load(re.sub(r"model: .*", f"model: {model}", text))
     wanted = Wanted(read, read.agent_config(), "uid", ImageChoice("agent", "IfNotPresent"), "keys", "0123")
-    assert ("LONGSHORE_ENGINE_VLLM_CONFIG" in variables(wanted, "prefill")) is is_served
+    assert "LONGSHORE_ENGINE_VLLM_CONFIG" in variables(wanted, "prefill")
 
 
 def test_a_deployment_whose_pages_vllm_does_not_have_says_nothing_of_vllm() -> None:

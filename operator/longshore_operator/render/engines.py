@@ -38,9 +38,9 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
     if wanted.mps is not None:
         data[spec_names.MPS_PIPE_VARIABLE] = wanted.mps.pod
         data[names.MPS_HOST_VARIABLE] = wanted.mps.host
-    # vLLM's connector has pages of these orders, and names no cache beyond the first but that of a draft, which has options of its own.
+    # vLLM's connector has pages of these orders.
     pages = _VLLM_PAGES.get(declared.page_order)
-    if pages is not None and len(wanted.config.model.all_caches) == 1:
+    if pages is not None:
         data[names.VLLM_CONFIG_VARIABLE] = vllm_config(role, socket, pages)
     labels = {names.ENGINE_LABEL: role}
     return child(wanted, kinds.CONFIG_MAP, {"data": data}, names.engine(wanted.name, role), labels)
