@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_model
 from engines import Nursery
-from prompts import Oracle
+from prompts import Family, Oracle
 from tiny_model import TinyModel
 
 # Names the environment into which .ci/install-vllm installed vLLM.
@@ -48,6 +48,18 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """The model with 4 KV heads."""
     return tiny_model.make(tmp_path_factory.mktemp("model"), 4)
+
+
+@pytest.fixture(scope="session", params=["dense", "windows", "states"])
+def family(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """K and V, windows beside them, and recurrent states beside them: what rooms of other caches must do, too."""
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "dense":
+        return Family(request.getfixturevalue("model"), request.getfixturevalue("alone"))
+    model = {"windows": tiny_model.make_windowed, "states": tiny_model.make_mamba}[request.param](directory, 4)
+    # Prefix caches of states need Triton.
+    extra = ("--no-enable-prefix-caching",) if request.param == "states" else ()
+    return Family(model, Oracle(nursery, model), extra, held_back=1)
 
 
 @pytest.fixture(scope="session")

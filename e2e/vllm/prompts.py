@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from engines import Engine, EngineOptions, Nursery, Prompt, tokens_of
 from tiny_model import VOCABULARY, TinyModel
@@ -51,6 +52,19 @@ class Oracle:
     def __call__(self, prompt: Prompt) -> list[int]:
         """Return its tokens."""
         return self._answers[tuple(prompt)]
+
+
+class Family(NamedTuple):
+    """A model, the answers of a single engine, and what engines need for it.
+
+    Attributes:
+        held_back: the last tokens of a prompt, which do not move.
+    """
+
+    model: TinyModel
+    alone: Oracle
+    extra: Sequence[str] = ()
+    held_back: int = 0
 
 
 def at_once(work: Callable[..., list[int]], prompts: Sequence[Prompt], *more: Sequence[object]) -> list[list[int]]:

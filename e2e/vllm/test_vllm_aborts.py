@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import pytest
 from controlplane.waiting import until
 from engines import Engine, Nursery, client, tokens_of
-from prompts import NEW_TOKENS, PROMPTS, Oracle, random_prompt
+from prompts import NEW_TOKENS, PROMPTS, Family, Oracle, random_prompt
 from scene import TO_PREFILL, Scene, Side, check_nothing_is_lent, generate, held, prefill, rooms_open
-from tiny_model import TinyModel
 
 WIDE, SINGLE = "wide", "single"
 PROMPT, OTHER = PROMPTS[-1], PROMPTS[-2]
@@ -26,9 +25,15 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
-    with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)], transfer_limit_s=TRANSFER_LIMIT_S) as running:
+def scene(nursery: Nursery, family: Family) -> Iterator[Scene]:
+    sides = [Side(WIDE, 2, extra=family.extra), Side(SINGLE, 1, extra=family.extra)]
+    with Scene(nursery, family.model, sides, transfer_limit_s=TRANSFER_LIMIT_S) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def alone(family: Family) -> Oracle:
+    return family.alone
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,8 @@ import httpx
 import pytest
 from controlplane.waiting import until
 from engines import Engine, Nursery, tokens_of
-from prompts import NEW_TOKENS, PROMPTS, Oracle
+from prompts import NEW_TOKENS, PROMPTS, Family, Oracle
 from scene import Scene, Side, generate, has_no_block_in_use, held, prefill, rooms_open
-from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgentError
 
@@ -34,10 +33,21 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
-    sides = [Side(LENIENT, 2, policy="recompute"), Side(STRICT, 1)]
-    with Scene(nursery, model, sides, PEER_TIMEOUT_S, TRANSFER_LIMIT_S) as running:
+def scene(nursery: Nursery, family: Family) -> Iterator[Scene]:
+    sides = [Side(LENIENT, 2, policy="recompute", extra=family.extra), Side(STRICT, 1, extra=family.extra)]
+    with Scene(nursery, family.model, sides, PEER_TIMEOUT_S, TRANSFER_LIMIT_S) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def alone(family: Family) -> Oracle:
+    return family.alone
+
+
+@pytest.fixture(scope="module")
+def moved_tokens(family: Family) -> int:
+    """The tokens of the next request that move."""
+    return len(OTHER) - family.held_back
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +91,7 @@ def check_policy(scene: Scene, target: str, alone: Oracle, asked: Future[list[in
         assert caught.value.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
 
 
-def check_next_request(scene: Scene, source: str, target: str, alone: Oracle) -> None:
+def check_next_request(scene: Scene, source: str, target: str, alone: Oracle, tokens: int) -> None:
     """Another prompt is moved, not computed again."""
     engine = scene.engines[target]
 
@@ -90,7 +100,7 @@ def check_next_request(scene: Scene, source: str, target: str, alone: Oracle) ->
 
     before = taken()
     assert generate(scene.engines[source], engine, OTHER, NEW_TOKENS) == alone(OTHER)
-    assert taken() - before == len(OTHER)
+    assert taken() - before == tokens
 
 
 def start_again(engine: Engine) -> None:
@@ -99,7 +109,9 @@ def start_again(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
-def test_prefill_is_killed_before_decode_asks_for_its_kv(scene: Scene, alone: Oracle, source: str, target: str) -> None:
+def test_prefill_is_killed_before_decode_asks_for_its_kv(
+    scene: Scene, alone: Oracle, moved_tokens: int, source: str, target: str
+) -> None:
     handed = prefill(scene.engines[source], PROMPT)
     scene.engines[source].kill()
     until(lambda: not engine_count(scene, source), "the agent has let go of the engine")
@@ -107,11 +119,13 @@ def test_prefill_is_killed_before_decode_asks_for_its_kv(scene: Scene, alone: Or
         asked = thread.submit(lambda: tokens_of(scene.engines[target].complete(PROMPT, NEW_TOKENS, handed)))
         check_policy(scene, target, alone, asked)
     start_again(scene.engines[source])
-    check_next_request(scene, source, target, alone)
+    check_next_request(scene, source, target, alone, moved_tokens)
 
 
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
-def test_prefill_is_killed_while_its_kv_is_under_way(scene: Scene, alone: Oracle, source: str, target: str) -> None:
+def test_prefill_is_killed_while_its_kv_is_under_way(
+    scene: Scene, alone: Oracle, moved_tokens: int, source: str, target: str
+) -> None:
     with under_way(scene, source, target) as asked:
         scene.engines[source].kill()
     # The worker maps the pages until it notices the death. A room that it finishes before that is complete.
@@ -120,10 +134,12 @@ def test_prefill_is_killed_while_its_kv_is_under_way(scene: Scene, alone: Oracle
     else:
         check_policy(scene, target, alone, asked)
     start_again(scene.engines[source])
-    check_next_request(scene, source, target, alone)
+    check_next_request(scene, source, target, alone, moved_tokens)
 
 
-def test_prefill_is_killed_after_the_transfer_and_decode_goes_on(scene: Scene, alone: Oracle) -> None:
+def test_prefill_is_killed_after_the_transfer_and_decode_goes_on(
+    scene: Scene, alone: Oracle, moved_tokens: int
+) -> None:
     source, target = scene.engines[LENIENT], scene.engines[STRICT]
     parts = target.stream(PROMPT, NEW_TOKENS, prefill(source, PROMPT))
     tokens = tokens_of(next(parts))
@@ -133,11 +149,13 @@ def test_prefill_is_killed_after_the_transfer_and_decode_goes_on(scene: Scene, a
             tokens += tokens_of(part)
     assert tokens == alone(PROMPT)
     start_again(source)
-    check_next_request(scene, LENIENT, STRICT, alone)
+    check_next_request(scene, LENIENT, STRICT, alone, moved_tokens)
 
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["asked", "never-asked"])
-def test_decode_is_killed_and_prefill_gets_its_blocks_back(scene: Scene, alone: Oracle, *, is_asked: bool) -> None:
+def test_decode_is_killed_and_prefill_gets_its_blocks_back(
+    scene: Scene, alone: Oracle, moved_tokens: int, *, is_asked: bool
+) -> None:
     source, target = LENIENT, STRICT
     if is_asked:
         with under_way(scene, source, target) as asked:
@@ -151,13 +169,13 @@ def test_decode_is_killed_and_prefill_gets_its_blocks_back(scene: Scene, alone: 
     until(lambda: has_no_block_in_use(scene.engines[source]), "prefill holds no block any more", END_LIMIT_S)
     assert tokens_of(scene.engines[source].complete(PROMPT, NEW_TOKENS)) == alone(PROMPT)
     start_again(scene.engines[target])
-    check_next_request(scene, source, target, alone)
+    check_next_request(scene, source, target, alone, moved_tokens)
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_an_agent_is_killed_while_kv_is_under_way_and_comes_back(
-    scene: Scene, alone: Oracle, source: str, target: str, victim: str
+    scene: Scene, alone: Oracle, moved_tokens: int, source: str, target: str, victim: str
 ) -> None:
     side = source if victim == "source" else target
     agent = scene.agents[side]
@@ -171,4 +189,4 @@ def test_an_agent_is_killed_while_kv_is_under_way_and_comes_back(
         assert asked.result() == alone(PROMPT)
     else:
         check_policy(scene, target, alone, asked)
-    check_next_request(scene, source, target, alone)
+    check_next_request(scene, source, target, alone, moved_tokens)

@@ -259,7 +259,7 @@ def mamba(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
     return model, Oracle(nursery, model, (*PROMPTS, *MANY))
 
 
-@pytest.fixture(scope="module", params=["opaque", "tokens"])
+@pytest.fixture(scope="module", params=[pytest.param("opaque", marks=pytest.mark.shortest), "tokens"])
 def mamba_pair(
     request: pytest.FixtureRequest, nursery: Nursery, mamba: tuple[TinyModel, Oracle]
 ) -> Iterator[tuple[Scene, Oracle]]:
