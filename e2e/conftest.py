@@ -13,9 +13,12 @@ from controlplane.cluster import ControlPlane
 from controlplane.nodes import add_nodes, start_kwok
 from controlplane.ports import free_port
 from deployments import Deployments, install_definition
+from families import pytest_configure, pytest_runtest_makereport
 from fault_proxy import FaultProxy
 from operator_process import OperatorProcess, Start
 
+# Hooks of pytest, for the tests with real engines below.
+__all__ = ["pytest_configure", "pytest_runtest_makereport"]
 # The engines for real agents here are those of the agents' own tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "agent"))
 

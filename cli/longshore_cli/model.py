@@ -214,6 +214,10 @@ def _groups_of_vllm(caches: Sequence[Cache]) -> Iterator[Cache]:
     counts["kv"] = counts.get("kv", 0) + counts.pop("draft", 0)
     least, most = min(filter(None, counts.values())), max(counts.values())
     size = most if most < _PADDED * least else least
+    if counts["kv"] > size and any(cache.name == "draft" for cache in caches):
+        raise ModelError(
+            "draft_layers: vLLM has several groups of full layers, and which of them have the draft's is not known"
+        )
     for cache in caches:
         groups = -(-cache.layers // size) if cache.name in {"kv", "window"} else 1
         for index in range(groups):

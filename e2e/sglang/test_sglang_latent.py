@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import tiny_model
+from families import TOKENS_EQUAL
 from sglang_engines import Nursery
 from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, PROMPTS, Oracle
 from sglang_scene import (
@@ -42,6 +43,7 @@ def scene(nursery: Nursery, latent_model: TinyModel, latent_alone: Oracle) -> It
         yield running
 
 
+@pytest.mark.family("DeepSeek V2 (MLA)", "latents", TOKENS_EQUAL, "TP2 → TP1")
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
     scene: Scene, latent_alone: Oracle
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
+from families import TOKENS_EQUAL
 from sglang_engines import LOOPBACK, Nursery, body
 from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, NEW_TOKENS, PROMPTS, SHARED_TOKENS, SHARES_A_PREFIX, Oracle
 from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, token_bytes, unchanged_by_zeroing
@@ -42,6 +43,7 @@ def _fresh(scene: Scene) -> None:
         until(lambda engine=engine: engine.http.post("/flush_cache").is_success, "the radix cache is empty")
 
 
+@pytest.mark.family("Qwen3 (K and V per head)", "each rank's heads", TOKENS_EQUAL, "TP1 → TP2")
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from families import TOKENS_EQUAL
 from sglang_engines import Nursery
 from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, Oracle
 from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, unchanged_by_zeroing
@@ -27,6 +28,7 @@ def scene(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel, al
         yield running
 
 
+@pytest.mark.family("Qwen3 (K and V per head)", "each rank's heads and layers", TOKENS_EQUAL)
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle
 ) -> None:

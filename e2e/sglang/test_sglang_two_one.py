@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from controlplane.waiting import until
+from families import TOKENS_EQUAL
 from sglang_engines import CHUNK_TOKENS, Nursery, body
 from sglang_prompts import LOGPROB_ERROR_MAX, LONG_PROMPT, NEW_TOKENS, PROMPTS, Oracle
 from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, token_bytes, unchanged_by_zeroing
@@ -23,6 +24,7 @@ def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
         yield running
 
 
+@pytest.mark.family("Qwen3 (K and V per head)", "each rank's heads", TOKENS_EQUAL, "TP2 → TP1")
 def test_tokens_and_first_logprobs_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle
 ) -> None:

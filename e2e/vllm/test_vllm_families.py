@@ -12,6 +12,7 @@ import pytest
 import tiny_model
 from controlplane.waiting import until
 from engines import Engine, Nursery, Prompt, tokens_of
+from families import BYTES_EQUAL, TOKENS_EQUAL
 from prompts import (
     AT_ONCE,
     NEW_TOKENS,
@@ -54,6 +55,7 @@ def load_bytes(engine: Engine) -> float:
     return engine.metrics().total("vllm:longshore_load_bytes_sum")
 
 
+@pytest.mark.family("Gemma 3 (sliding windows)", "K and V, of windowed layers the end of the prompt", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
     windowed: tuple[Scene, Oracle], source: str, target: str
@@ -121,6 +123,9 @@ def accepted_share(engine: Engine, work: Callable[[], object]) -> float:
     return (accepted_after - accepted) / (drafted_after - drafted)
 
 
+@pytest.mark.family(
+    "speculative decoding by n-grams or a draft model", "K and V, of the draft model, too", TOKENS_EQUAL
+)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_engines_that_draft_equal_those_of_one_alone_and_the_drafts_kv_is_moved_too(
     drafting: tuple[str, Scene], alone: Oracle, source: str, target: str
@@ -203,6 +208,7 @@ def keep() -> Iterator[list[Scene]]:
         shutil.rmtree(scene.keep)
 
 
+@pytest.mark.family("DeepSeek V2 (MLA)", "latents, once to each rank of decode", BYTES_EQUAL)
 @pytest.mark.parametrize(
     ("source", "target"), [pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest), DIRECTIONS[1]]
 )
@@ -274,6 +280,7 @@ def mamba_pair(
         yield running, alone
 
 
+@pytest.mark.family("Falcon-H1 (Mamba2 and attention)", "K and V; conv states by x, B and C; ssm states", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_a_model_with_states_equal_those_of_one_engine_alone(
     mamba_pair: tuple[Scene, Oracle], source: str, target: str
@@ -318,6 +325,9 @@ def whole_state(ranks: Sequence[np.ndarray], order: str) -> np.ndarray:
     return np.concatenate([part[first:end] for first, end in bounds for part in parts])
 
 
+@pytest.mark.family(
+    "Qwen3.5 (gated delta nets and attention)", "K and V; conv states by q, k and v; recurrent states", BYTES_EQUAL
+)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_states_and_keys_reach_decode_byte_for_byte(
     gated: tuple[str, Scene], keep: list[Scene], source: str, target: str

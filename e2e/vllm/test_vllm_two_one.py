@@ -11,6 +11,7 @@ import pytest
 import tiny_model
 from controlplane.waiting import until
 from engines import Nursery, tokens_of
+from families import TOKENS_EQUAL
 from prompts import (
     NEW_TOKENS,
     PROMPTS,
@@ -62,6 +63,7 @@ def external_tokens(scene: Scene, side: str) -> float:
     return scene.engines[side].metrics().total("vllm:external_prefix_cache_hits_total")
 
 
+@pytest.mark.family("Qwen3 (K and V per head)", "each rank's heads", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle, source: str, target: str

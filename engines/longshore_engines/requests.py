@@ -85,7 +85,7 @@ class PageGroup(NamedTuple):
             begin = max(0, tokens - self.window + 1)
             first_token = max(first_token, begin - begin % self.unit_tokens)
         if first_token >= end_token:
-            return GroupPages((), end_token, end_token)
+            return GroupPages((), first_token, first_token)
         first_page, end_page = first_token // self.page_size, -(-end_token // self.page_size)
         return GroupPages(tuple(pages[first_page:end_page]), first_token, end_token)
 
@@ -187,6 +187,8 @@ class RequestBook:
         prompt_tokens: int,
         computed_tokens: int,
         now_s: float,
+        *,
+        has_ids: bool = True,
     ) -> int | None:
         """Return the number of tokens after `computed_tokens` to claim; None: ask again in the next step.
 
@@ -203,6 +205,11 @@ class RequestBook:
             waiting = self._away_since_s is not None and now_s - self._away_since_s <= AGENT_AWAY_MAX_S
             return 0 if fresh and not waiting else None
         if not parameters.get(WANTS_PREFILL) or not prompt_tokens:
+            return 0
+        if not has_ids:
+            # Prefill does not offer it, see `Prompt.digest`.
+            parameters[WANTS_PREFILL] = False
+            self._decline(request_id, parameters, prompt_tokens)
             return 0
         try:
             found = promised_handover(parameters, prompt_tokens)

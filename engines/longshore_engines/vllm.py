@@ -38,7 +38,7 @@ from longshore_engines.handover import WANTS_DECODE, Offer, Order, Prompt
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
 from longshore_engines.vllm_caches import caches_of, held_back, page_groups
-from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, page_format, roles_of, setting
+from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, roles_of, setting
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -158,6 +158,7 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request.num_prompt_tokens,
             num_computed_tokens,
             time.monotonic(),
+            has_ids=request.prompt_embeds is None,
         )
         return found, bool(found)
 
@@ -244,16 +245,15 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Share this rank's cache with the agent; called once, before anything is computed."""
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(kv_caches))
         states = {name: layers[name].kv_cache for name in kv_caches if isinstance(layers[name], MambaBase)}
-        written_by = next((_written_by(layers[name]) for name in kv_caches if name not in states), "")
-        pages = page_format(self._setting.pages, written_by)
+        writers = {name: _written_by(layers[name]) for name in kv_caches if name not in states}
         found = caches_of(
             self._vllm_config,
             self._kv_cache_config,
             kv_caches,
             states,
             _parallel(self._vllm_config),
-            pages,
-            written_by,
+            self._setting.pages,
+            writers,
             is_dim_first=bool(states) and is_conv_state_dim_first(),
             stage_layers=_stage_layers(self._vllm_config),
         )
@@ -399,10 +399,13 @@ def _shorten(request: Any, count: int) -> bool:
     Its answer has one token, which nobody needs: with a second one, vLLM would move its window or state on.
     """
     ids = request.prompt_token_ids
-    # What asks for the logarithms of its prompt's probabilities is computed whole, at prefill and at decode.
-    if ids is None or len(ids) <= count or request.get_skip_reading_prefix_cache():
+    has_others = ids is None or request.prompt_embeds is not None
+    # What asks for the logarithms of its prompt's probabilities is computed whole, at prefill and at decode. A session goes on
+    # with another prompt, in the same state.
+    if has_others or len(ids) <= count or request.resumable or request.get_skip_reading_prefix_cache():
         return False
-    del ids[-count:]
+    # Other requests of this process may have the same list.
+    request.prompt_token_ids = ids[:-count]
     del request._all_token_ids[-count:]  # noqa: SLF001 -- as vLLM's own connectors do
     request.num_prompt_tokens -= count
     request.max_tokens = 1

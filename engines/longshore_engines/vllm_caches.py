@@ -15,6 +15,7 @@ from longshore_engines.handover import token_content
 from longshore_engines.requests import PageGroup
 from longshore_engines.rooms import CacheGroups
 from longshore_engines.tensors import CacheShape, KVTensor, PageFormat, SharedCaches, SlotCache, layer_number, share
+from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
@@ -27,6 +28,8 @@ _KINDS = {
     "MambaSpec": _STATE,
 }
 _ORDER = (_FULL, _WINDOW, DRAFT)
+# What models call the number of KV heads, of all layers or of some.
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What models call the number of groups that share B and C of a Mamba2 state.
 _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
@@ -127,8 +130,8 @@ def caches_of(
     kv_caches: Mapping[str, KVTensor],
     states: Mapping[str, Sequence[KVTensor]],
     parallel: Parallel,
-    pages: PageFormat,
-    written_by: str,
+    pages: str,
+    writers: Mapping[str, str],
     *,
     is_dim_first: bool,
     stage_layers: tuple[int, ...] | None = None,
@@ -139,7 +142,8 @@ def caches_of(
         kv_caches: as vLLM registers them.
         states: the parts of each layer's state: [blocks, rows, channels], or [blocks, channels, rows] with `is_dim_first`, and
             [blocks, heads, ...].
-        written_by: see `vllm_checks.PAGE_FORMATS`.
+        pages: the connector's option.
+        writers: of each layer with tokens, see `vllm_checks.PAGE_FORMATS`.
         stage_layers: of each pipeline stage; None: there is one.
     Raises:
         ArgumentError, LayoutError: they cannot be moved; names the layer and its property.
@@ -149,7 +153,7 @@ def caches_of(
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     attention = _attention(groups, kinds, layers)
-    tensors, sources = [], []
+    tensors, sources, written = [], [], {}
     for position, cache in enumerate(attention):
         number = sum(other.kind == cache.kind for other in attention[:position])
         name = cache.kind if number == 0 else f"{cache.kind}-{number + 1}"
@@ -160,7 +164,7 @@ def caches_of(
         if stage_layers is None:
             own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
-        heads = _heads(first.shape[1], parallel.tp, owner)
+        heads = _heads(cache.names[0], first.shape[1], parallel.tp, owner)
         shape = CacheShape(
             sum(stage_layers) if stage_layers else len(own),
             heads,
@@ -173,16 +177,35 @@ def caches_of(
         tensors.append((own, shape))
         parts = first.shape[0] // kv_cache_config.num_blocks
         sources.append(CacheGroups((cache.group,), page_size=first.shape[2], parts=parts))
+        writer = f"{writers[cache.names[0]]} {first.dtype}"
+        written[name] = f"{writer} in {parts} parts" if parts > 1 else writer
     slots, repeats, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
     named = tuple(group for group, kind in enumerate(kinds) if kind == _STATE)
     sources += [CacheGroups(named, repeats) for _ in slots]
+    form = PageFormat.BLOB
     if tensors:
-        dtype = next(iter(tensors[0][0].values())).dtype
-        if pages is PageFormat.BLOB:
-            texts.insert(0, f"{written_by} {dtype}")
-        else:
-            texts.insert(0, f"vLLM's latents of {dtype}" if tensors[0][1].is_latent else token_content(dtype))
-    return Caches(share(tensors, pages, slots), tuple(sources), "; ".join(texts))
+        form = page_format(pages, writers[attention[0].names[0]])
+        texts.insert(0, _content(form, written, *tensors[0]))
+    return Caches(share(tensors, form, slots), tuple(sources), "; ".join(texts))
+
+
+def _content(form: PageFormat, written: Mapping[str, str], tensors: Mapping[str, KVTensor], shape: CacheShape) -> str:
+    """Return the meaning of the bytes of caches with tokens.
+
+    Args:
+        written: by cache, the backend that writes it, and its data type.
+        tensors, shape: of the first cache.
+    """
+    (first_name, first), *_ = written.items()
+    other = next((name for name, text in written.items() if text != first), None)
+    if form is PageFormat.BLOB:
+        return first if other is None else "; ".join(f"{name}: {text}" for name, text in written.items())
+    if other is not None:
+        raise ArgumentError(
+            f"{other} is written by {written[other]} and {first_name} by {first}: pages of tokens need one kind; use pages: opaque"
+        )
+    dtype = next(iter(tensors.values())).dtype
+    return f"vLLM's latents of {dtype}" if shape.is_latent else token_content(dtype)
 
 
 def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list[_Attention]:
@@ -198,12 +221,23 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
 
 
-def _heads(local: int, tp: int, model: Any) -> int:
-    """Return the KV heads of the whole model, of which this rank has `local`."""
-    if model.use_mla:
-        return 1
+def _heads(name: str, local: int, tp: int, model: Any) -> int:
+    """Return the KV heads of the whole model in a layer, of which this rank has `local`."""
+    if model.use_mla or tp == 1 or local > 1:
+        return 1 if model.use_mla else local * tp
     # One head of each rank may be one that other ranks have, too.
-    return local * tp if local > 1 else min(tp, model.get_total_num_kv_heads())
+    total = int(model.get_total_num_kv_heads())
+    fields = vars(model.hf_text_config).items()
+    others = {
+        key: value for key, value in fields if key.endswith(_KV_HEADS) and isinstance(value, int) and value != total
+    }
+    if others:
+        key, value = others.popitem()
+        raise ArgumentError(
+            f"layer {name} has one KV head on this rank, and the model {total} or, by {key}, {value}: which of them ranks share is "
+            "not known here; use a tensor parallel size that is less than the number of KV heads"
+        )
+    return min(tp, total)
 
 
 def _check_apart(tensors: Mapping[str, KVTensor]) -> None:

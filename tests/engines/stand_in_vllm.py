@@ -66,6 +66,12 @@ class FullAttentionSpec:
         self.block_size, self.head_size = block_size, head_size
 
 
+class SlidingWindowSpec(FullAttentionSpec):
+    """The spec of K and V of layers with a window."""
+
+    sliding_window = 40
+
+
 class CacheConfig:
     """The part of vLLM's cache configuration that the connector reads."""
 

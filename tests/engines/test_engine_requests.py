@@ -544,7 +544,7 @@ def test_each_group_offers_its_own_pages_a_window_its_end_and_a_state_its_one_pa
         prefill.computed("p", pages, end)
         chunks += prefill.take_orders()
     assert [(chunk.groups, chunk.last, chunk.is_next) for chunk in chunks] == [
-        ((((1,), 0, 32), ((), 32, 32), ((), 32, 32)), False, False),
+        ((((1,), 0, 32), ((), 60, 60), ((), 32, 32)), False, False),
         ((((2,), 32, 64), ((14,), 60, 64), ((), 64, 64)), False, True),
         ((((3, 4), 64, 99), ((15, 16, 17), 64, 99), ((9,), 0, 99)), True, True),
     ]
@@ -615,3 +615,24 @@ def test_a_prompt_that_is_preempted_before_its_window_begins_is_offered_from_its
     prefill.computed("p", (range(20, 27),), 99)
     (offer,) = prefill.take_orders()
     assert (offer.groups, offer.is_next) == ((((25, 26), 80, 99),), False)
+
+
+def test_a_window_that_begins_after_the_first_chunk_may_be_the_first_group():
+    prefill = book(groups=(PageGroup(16, window=20), PageGroup(16)), held_back=1)
+    prefill.allocated("p", {"do_remote_decode": True}, ((1,), (1,)), 99, 0)
+    for end in (48, 99):
+        prefill.computed("p", (range(1, 8), range(11, 18)), end)
+    first, last = prefill.take_orders()
+    # Each offer goes on where the one before it ended.
+    assert (first.groups, last.groups) == (
+        (((), 80, 80), ((11, 12, 13), 0, 48)),
+        (((6, 7), 80, 99), ((14, 15, 16, 17), 48, 99)),
+    )
+
+
+def test_a_prompt_without_ids_is_computed_here_at_once_also_if_its_router_has_named_the_room():
+    decode = book()
+    parameters = dict(handed_out()) | {ROOM: 5}
+    assert decode.matched("d", parameters, 70, 0, 0.0, has_ids=False) == 0
+    (claim,) = decode.take_orders()
+    assert (claim.room, claim.pages, parameters["do_remote_prefill"]) == (5, (), False)

@@ -11,7 +11,16 @@ import torch
 from fake_agent import FakeAgent
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from scene import DONE, RELEASED, event
-from stand_in_vllm import CacheConfig, Factory, FullAttentionSpec, Role, Status, cache_group, installed
+from stand_in_vllm import (
+    CacheConfig,
+    Factory,
+    FullAttentionSpec,
+    Role,
+    SlidingWindowSpec,
+    Status,
+    cache_group,
+    installed,
+)
 
 from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_engines.handover import ROOM, handover_of, parameters_for_decode
@@ -418,3 +427,58 @@ def test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover(
         assert handover_of(told).content == "tokens of float32"
     finally:
         engine.stop()
+
+
+# -- models with windows or states: prefill leaves a prompt's last token to decode -----------------------------------------
+
+
+@pytest.fixture
+def windowed(module):
+    """The scheduler's connector of a model with windows."""
+    groups = [cache_group(FullAttentionSpec(TOKENS, DIM), "l.0"), cache_group(SlidingWindowSpec(TOKENS, DIM), "l.1")]
+    return module.LongshoreConnector(config("/nowhere", "p"), Role.SCHEDULER, CacheConfig(6, groups))
+
+
+def new_request(tokens=70, parameters=None, **changes):
+    found = request("p", {"do_remote_decode": True} if parameters is None else parameters, tokens)
+    found._all_token_ids, found.max_tokens = list(found.prompt_token_ids), 16
+    found.resumable, found.get_skip_reading_prefix_cache = False, lambda: False
+    vars(found).update(changes)
+    return found
+
+
+def test_prefill_computes_a_prompt_of_such_a_model_without_its_last_token_and_answers_one(windowed):
+    asked = new_request()
+    given = asked.prompt_token_ids
+    windowed.on_new_request(asked)
+    assert asked.prompt_token_ids == asked._all_token_ids == list(range(69))
+    assert (asked.num_prompt_tokens, asked.max_tokens) == (69, 1)
+    # Other requests of the process may have the same list.
+    assert len(given) == 70
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_embeds": object()},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": [7], "num_prompt_tokens": 1},
+        {"resumable": True},
+        {"get_skip_reading_prefix_cache": lambda: True},
+    ],
+    ids=["embeddings beside ids", "no ids", "one token", "session", "logprobs of the prompt"],
+)
+def test_a_prompt_that_cannot_be_shortened_is_computed_whole_and_not_handed_out(windowed, changes):
+    asked = new_request(**changes)
+    whole = list(asked._all_token_ids), asked.num_prompt_tokens, asked.max_tokens
+    windowed.on_new_request(asked)
+    assert (list(asked._all_token_ids), asked.num_prompt_tokens, asked.max_tokens) == whole
+    windowed.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: ([4], [5])), 0)
+    assert windowed.request_finished_all_groups(asked, ([4], [5])) == (False, None)
+
+
+def test_decode_loads_all_but_the_last_token_and_vllm_clears_its_blocks_before(windowed):
+    other = new_request(parameters={"do_remote_prefill": True})
+    windowed.on_new_request(other)
+    assert other.num_prompt_tokens == 70
+    assert windowed.get_loaded_kv_cache_group_ids(other) == ()

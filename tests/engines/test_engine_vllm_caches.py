@@ -7,24 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_vllm import CacheConfig, FullAttentionSpec, cache_group
+from stand_in_vllm import CacheConfig, FullAttentionSpec, SlidingWindowSpec, cache_group
 
 from longshore_client import ArgumentError, Parallel
 from longshore_client.arguments import CacheTokens
 from longshore_engines.handover import GroupPages
 from longshore_engines.requests import PageGroup
 from longshore_engines.rooms import CacheGroups
-from longshore_engines.tensors import PageFormat
 from longshore_engines.vllm_caches import caches_of, held_back, is_draft, page_groups
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import PageOrder, Plane
 
 BLOCKS, TOKENS, DIM = 6, 16, 8
 PAGE_BYTES = 4096
-
-
-class SlidingWindowSpec(FullAttentionSpec):
-    sliding_window = 40
 
 
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
@@ -75,7 +70,7 @@ def allocation(heads=1, parts=1):
     return tensor, attention
 
 
-def described(config, groups, kv_caches, states=None, *, pages=PageFormat.BLOB, is_dim_first=False, tp_rank=0):
+def described(config, groups, kv_caches, states=None, *, pages="opaque", is_dim_first=False, tp_rank=0, writers=None):
     found = caches_of(
         config,
         CacheConfig(BLOCKS, groups),
@@ -83,7 +78,7 @@ def described(config, groups, kv_caches, states=None, *, pages=PageFormat.BLOB, 
         states or {},
         Parallel(tp=config.tp, tp_rank=tp_rank),
         pages,
-        "CPU_ATTN vec",
+        dict.fromkeys(kv_caches, "CPU_ATTN vec") | (writers or {}),
         is_dim_first=is_dim_first,
     )
     for region in found.shared.regions:
@@ -231,6 +226,33 @@ def test_a_page_of_states_has_the_layers_of_a_group_or_one_layer_if_groups_are_u
     assert pages == [10 + index for index, count in enumerate(counts) for _ in range(count)]
 
 
+def test_caches_that_others_write_are_named_one_by_one_and_have_no_pages_of_tokens():
+    _, attention = allocation()
+    groups = [cache_group(FULL, "l.0"), cache_group(WINDOW, "l.1")]
+    tensors, writers = {"l.0": attention(0), "l.1": attention(0)}, {"l.1": "CPU_ATTN amx"}
+    found = described(engine(heads=1), groups, tensors, writers=writers)
+    assert found.content == "kv: CPU_ATTN vec torch.float32; window: CPU_ATTN amx torch.float32"
+    with pytest.raises(ArgumentError, match="window is written by CPU_ATTN amx"):
+        described(engine(heads=1), groups, tensors, pages="tokens", writers=writers)
+
+
+def test_heads_that_ranks_may_share_are_refused_where_layers_have_other_numbers_of_them():
+    _, attention = allocation()
+    groups = [cache_group(FULL, "l.0"), cache_group(WINDOW, "l.1")]
+    tensors = {"l.0": attention(0), "l.1": attention(1)}
+    with pytest.raises(ArgumentError, match=r"l\.0 .* 4 or, by swa_num_key_value_heads, 8"):
+        described(engine(tp=8, heads=4, num_key_value_heads=4, swa_num_key_value_heads=8), groups, tensors)
+    found = described(engine(tp=8, heads=4, num_key_value_heads=4), groups, tensors)
+    assert [cache.model.kv_heads for cache in found.shared.layout.caches] == [4, 4]
+
+
+def test_a_model_without_attention_has_its_states_alone_whatever_the_pages():
+    found = described(
+        engine(), [cache_group(MambaSpec("GDN_ATTN"), "l.0")], {}, {"l.0": gated(is_dim_first=False)}, pages="tokens"
+    )
+    assert [cache.name for cache in found.shared.layout.caches] == ["conv", "ssm"]
+
+
 def test_layers_that_share_a_cache_are_refused():
     _, attention = allocation()
     with pytest.raises(ArgumentError, match=r"l\.0 and l\.1 share"):
@@ -253,6 +275,8 @@ def test_a_page_that_kernels_see_in_parts_is_named_by_its_parts():
     assert (cache.parts, cache.page_size) == (2, TOKENS)
     # Tokens 48 to 99 of blocks of 32 tokens, the second to the fourth of a sequence.
     assert cache.tokens(0, [GroupPages((7, 4, 5), 48, 99)]) == CacheTokens(0, (15, 8, 9, 10), 48, 99)
+    # Windows begin with a page of vLLM's, so that both sides must have equal ones.
+    assert found.content == "CPU_ATTN vec torch.float32 in 2 parts"
 
 
 def test_a_cache_without_tokens_here_names_no_page():

@@ -28,6 +28,8 @@ RUNBOOKS = Path("docs/runbooks.md")
 FINDINGS_MARK = "<!-- Made by `make reference` from `longshore_spec.findings`; do not edit below. -->\n"
 MADE = "<!-- Made by `make reference`; do not edit. -->\n"
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+
 Program = Callable[[Sequence[str]], int]
 PROGRAMS: dict[str, Program] = {
     "longshore": longshore_cli.main.main,
@@ -45,7 +47,37 @@ LEAD = (
 
 def pages() -> dict[Path, str]:
     """Return each page by its path below the root."""
-    return {FOLDER / "cli.md": cli_page(), FOLDER / "http.md": http_page(), RUNBOOKS: runbooks_page()}
+    return {
+        FOLDER / "cli.md": cli_page(),
+        FOLDER / "http.md": http_page(),
+        FOLDER / "models.md": models_page(),
+        RUNBOOKS: runbooks_page(),
+    }
+
+
+MODELS_LEAD = (
+    "The families of models that tests with real engines have moved between engines of unequal size, with tiny models of random "
+    "weights. A row is written when its test passes; what is not here was not compared. What the agents alone move, without an "
+    "engine, is in the [status](../../README.md#status); what the connectors refuse, on the pages of [vLLM](../how-to/vllm.md#refusals) "
+    "and [SGLang](../how-to/sglang.md)."
+)
+
+
+def models_page() -> str:
+    """Return the page of the families that tests have moved; see e2e/families.py."""
+    rows = json.loads((ROOT / "e2e" / "families.json").read_text(encoding="utf-8"))
+    lines = [
+        "# Models",
+        MADE,
+        MODELS_LEAD,
+        "",
+        "| engine | family | what moves | what the test shows | prefill → decode | where | date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [f"{ENGINES[row['engine']]} {row['release']}", row["family"], row["moves"], row["shows"]]
+        lines.append("| " + " | ".join([*cells, ", ".join(row["sizes"]), row["on"], row["date"]]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def runbooks_page() -> str:

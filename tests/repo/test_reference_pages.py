@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -80,3 +81,14 @@ def test_every_reason_of_wire_has_its_number_cause_and_remedy() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \d", line)]
     assert [(row[0], row[1].strip("`")) for row in rows] == [(str(reason.value), reason.name) for reason in Reason]
     assert all(cell for row in rows for cell in row)
+
+
+def test_every_family_that_a_test_moves_is_recorded_and_no_other() -> None:
+    marks = {
+        (path.parent.name, *(ast.literal_eval(argument) for argument in node.args[:2]))
+        for path in (ROOT / "e2e").glob("*/test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.family"
+    }
+    rows = json.loads((ROOT / "e2e" / "families.json").read_text(encoding="utf-8"))
+    assert {(row["engine"], row["family"], row["moves"]) for row in rows} == marks
