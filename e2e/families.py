@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Record a row that has passed."""
     report: Any = yield
-    mark = item.get_closest_marker("family")
+    # A parameter's comes after that of the function.
+    mark = next(reversed([*item.iter_markers("family")]), None)
     if mark is not None and os.environ.get(RECORD_VARIABLE) and report.when == "call" and report.passed:
         name, moves, shows, *given = mark.args
         sizes = given or [f"{first} → {second}".upper() for first, second in _SIZES.findall(item.name)]

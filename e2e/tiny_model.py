@@ -110,7 +110,14 @@ def make_gated(directory: Path, kv_heads: int) -> TinyModel:
     # The query has a gate of its own size.
     full = _attention(sizes, kv_heads) | {"self_attn.q_proj": (2 * sizes.heads * HEAD_DIM, HIDDEN)}
     layers = [full if kind == "full_attention" else _gated() for kind in GATED_KINDS]
-    return _write(directory / "qwen3.5", kv_heads, _gated_config(kv_heads), _weights(sizes, layers))
+    weights = _weights(sizes, [*layers, full])
+    # The last layer is that of its module for drafts.
+    own = f"model.layers.{len(layers)}."
+    weights = {key.replace(own, "mtp.layers.0."): value for key, value in weights.items()}
+    norm, matrix = weights["model.norm.weight"], weights["lm_head.weight"]
+    weights |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    weights["mtp.fc.weight"] = np.ascontiguousarray(matrix[: 2 * HIDDEN].T)
+    return _write(directory / "qwen3.5", kv_heads, _gated_config(kv_heads), weights)
 
 
 def _write(path: Path, kv_heads: int, config: dict[str, object], weights: dict[str, np.ndarray]) -> TinyModel:
@@ -215,6 +222,7 @@ def _gated_config(kv_heads: int) -> dict[str, object]:
         "linear_value_head_dim": GATED_HEAD_DIM,
         "linear_conv_kernel_dim": CONV,
         "partial_rotary_factor": 0.25,
+        "mtp_num_hidden_layers": 1,
     }
 
 

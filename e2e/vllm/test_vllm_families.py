@@ -304,14 +304,25 @@ def test_tokens_of_a_model_with_states_equal_those_of_one_engine_alone(
 # -- gated delta rules: engines of unequal TP round bfloat16 differently, so that the bytes are compared ---------------------
 
 
-@pytest.fixture(scope="module", params=["SD", "DS"])
+MTP = pytest.param(
+    "MTP",
+    marks=pytest.mark.family(
+        "speculative decoding by MTP (Qwen3.5)", "as without, and K and V of the draft's layer", BYTES_EQUAL
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=["SD", "DS", MTP])
 def gated(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Scene]]:
     model = tiny_model.make_gated(tmp_path_factory.mktemp("model"), 4)
     # vLLM has these kernels for bfloat16 alone on CPUs.
     extra = (*STATEFUL, "--dtype", "bfloat16")
-    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": request.param}
+    order = "DS" if request.param == "DS" else "SD"
+    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order}
+    if request.param == "MTP":
+        extra += ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
     sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in ((WIDE, 2), (SINGLE, 1))]
     with Scene(nursery, model, sides, digest=True) as running:
         yield request.param, running
@@ -332,7 +343,8 @@ def whole_state(ranks: Sequence[np.ndarray], order: str) -> np.ndarray:
 def test_states_and_keys_reach_decode_byte_for_byte(
     gated: tuple[str, Scene], keep: list[Scene], source: str, target: str
 ) -> None:
-    order, scene = gated
+    kind, scene = gated
+    order = "DS" if kind == "DS" else "SD"
     scene.keep.mkdir()
     keep.append(scene)
     # vLLM's kernel for CPUs ends the engine with a prompt of one token, which is what prefill computes of two.
@@ -343,7 +355,8 @@ def test_states_and_keys_reach_decode_byte_for_byte(
             for kind, side in (("offered", source), ("received", target))
         )
         layers = {name.rpartition(".")[0] for name in offered[0]}
-        assert len(layers) == tiny_model.LAYERS
+        drafts = {layer for layer in layers if layer.startswith("mtp.")}
+        assert (len(layers - drafts), len(drafts)) == (tiny_model.LAYERS, int(kind == "MTP"))
         for layer in layers:
             if f"{layer}.1" in offered[0]:
                 conv, ssm = (
@@ -380,6 +393,50 @@ def test_with_the_moved_states_zeroed_answers_change(gated: tuple[str, Scene], s
     scene.zero.unlink()
     same = [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other]
     assert same == []
+
+
+# -- K and V of one byte: rounding to it also makes engines of unequal TP differ ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quantized(nursery: Nursery, model: TinyModel) -> Iterator[Scene]:
+    extra = ("--kv-cache-dtype", "fp8")
+    with Scene(nursery, model, [Side(WIDE, 2, extra=extra), Side(SINGLE, 1, extra=extra)], digest=True) as running:
+        yield running
+
+
+@pytest.mark.family("Qwen3 with fp8 K and V", "each rank's heads; scales are of the model", BYTES_EQUAL)
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_keys_and_values_of_one_byte_reach_decode_byte_for_byte(
+    quantized: Scene, keep: list[Scene], source: str, target: str
+) -> None:
+    engines = quantized.engines
+    for engine in engines.values():
+        engine.forget_prefixes()
+    quantized.keep.mkdir()
+    keep.append(quantized)
+    rooms = move_and_keep(quantized, source, target, (*PROMPTS, *MANY))
+    for room in rooms:
+        offered, received = (
+            kept(quantized, kind, room, engines[side].options.tp)
+            for kind, side in (("offered", source), ("received", target))
+        )
+        for part in offered[0]:
+            # Heads are the second dimension.
+            one, other = (np.concatenate([rank[part] for rank in side], axis=1) for side in (offered, received))
+            assert one.any()
+            assert np.array_equal(one, other)
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    answers = []
+    for is_zeroed in (False, True):
+        for engine in engines.values():
+            engine.forget_prefixes()
+        if is_zeroed:
+            quantized.zero.touch()
+        answers.append([generate(engines[source], engines[target], prompt, NEW_TOKENS) for prompt in telling])
+    quantized.zero.unlink()
+    assert [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other] == []
+    check_nothing_is_lent(quantized, 60)
 
 
 # -- errors of other connectors, planted -------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ _KINDS = {
     "MambaSpec": _STATE,
 }
 _ORDER = (_FULL, _WINDOW, DRAFT)
+# vLLM's names of one type.
+_SYNONYMS = {"fp8": "fp8_e4m3"}
 # What models call the number of KV heads, of all layers or of some.
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What models call the number of groups that share B and C of a Mamba2 state.
@@ -113,7 +115,7 @@ def held_back(groups: Sequence[PageGroup]) -> int:
 
 def is_draft(name: str, layers: int) -> bool:
     """Return whether a layer is of the draft of a model of `layers` layers, by its name."""
-    return name.startswith("draft_model.") or layer_number(name) >= layers
+    return name.startswith(("draft_model.", "mtp.")) or layer_number(name) >= layers
 
 
 class _Attention(NamedTuple):
@@ -177,7 +179,7 @@ def caches_of(
         tensors.append((own, shape))
         parts = first.shape[0] // kv_cache_config.num_blocks
         sources.append(CacheGroups((cache.group,), page_size=first.shape[2], parts=parts))
-        writer = f"{writers[cache.names[0]]} {first.dtype}"
+        writer = f"{writers[cache.names[0]]} {_element(first, vllm_config)}"
         written[name] = f"{writer} in {parts} parts" if parts > 1 else writer
     slots, repeats, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
     named = tuple(group for group, kind in enumerate(kinds) if kind == _STATE)
@@ -185,16 +187,25 @@ def caches_of(
     form = PageFormat.BLOB
     if tensors:
         form = page_format(pages, writers[attention[0].names[0]])
-        texts.insert(0, _content(form, written, *tensors[0]))
+        element = _element(next(iter(tensors[0][0].values())), vllm_config)
+        texts.insert(0, _content(form, written, element, is_latent=tensors[0][1].is_latent))
     return Caches(share(tensors, form, slots), tuple(sources), "; ".join(texts))
 
 
-def _content(form: PageFormat, written: Mapping[str, str], tensors: Mapping[str, KVTensor], shape: CacheShape) -> str:
+def _element(tensor: KVTensor, vllm_config: Any) -> str:
+    """Name the type of a cache's elements. vLLM's tensors of one byte do not say it."""
+    if tensor.element_size() > 1:
+        return str(tensor.dtype)
+    name = str(vllm_config.cache_config.cache_dtype)
+    return _SYNONYMS.get(name, name)
+
+
+def _content(form: PageFormat, written: Mapping[str, str], element: str, *, is_latent: bool) -> str:
     """Return the meaning of the bytes of caches with tokens.
 
     Args:
-        written: by cache, the backend that writes it, and its data type.
-        tensors, shape: of the first cache.
+        written: by cache, the backend that writes it, and the type of its elements.
+        element, is_latent: of the first cache.
     """
     (first_name, first), *_ = written.items()
     other = next((name for name, text in written.items() if text != first), None)
@@ -204,8 +215,7 @@ def _content(form: PageFormat, written: Mapping[str, str], tensors: Mapping[str,
         raise ArgumentError(
             f"{other} is written by {written[other]} and {first_name} by {first}: pages of tokens need one kind; use pages: opaque"
         )
-    dtype = next(iter(tensors.values())).dtype
-    return f"vLLM's latents of {dtype}" if shape.is_latent else token_content(dtype)
+    return f"vLLM's latents of {element}" if is_latent else token_content(element)
 
 
 def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list[_Attention]:

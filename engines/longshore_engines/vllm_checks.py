@@ -39,9 +39,9 @@ PAGE_FORMATS = {
     "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
-# Ways of speculative decoding: one without layers, and a small model with a cache of its own.
+# Ways of speculative decoding: one without layers, a small model, and layers of the model itself.
 DRAFT_MODEL = "draft_model"
-SPECULATIVE_METHODS = frozenset({"ngram", DRAFT_MODEL})
+SPECULATIVE_METHODS = frozenset({"ngram", DRAFT_MODEL, "mtp"})
 
 
 class Setting(NamedTuple):
@@ -173,8 +173,14 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ArgumentError(
             f"speculative_config.method is {speculative.method!r}: only {', '.join(sorted(SPECULATIVE_METHODS))} were tried"
         )
+    lookahead = vllm_config.num_prefill_lookahead_tokens
+    if lookahead > 1:
+        raise ArgumentError(
+            f"the draft reads {lookahead} tokens ahead, in modules of which only one was tried: use num_speculative_tokens 1, or "
+            "a model with one module"
+        )
     draft_tp = getattr(speculative, "draft_tensor_parallel_size", None) or parallel.tensor_parallel_size
-    if speculative.method == DRAFT_MODEL and (draft_tp, parallel.pipeline_parallel_size) != (
+    if speculative.method != "ngram" and (draft_tp, parallel.pipeline_parallel_size) != (
         parallel.tensor_parallel_size,
         1,
     ):

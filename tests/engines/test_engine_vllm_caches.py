@@ -117,7 +117,8 @@ def test_a_kind_that_was_not_tried_is_refused_by_the_name_of_its_layer(spec, nam
 
 
 def test_layers_of_a_draft_are_told_from_those_of_the_model_by_their_names():
-    # A draft model, a head that vLLM numbers after the model's layers, and the model itself.
+    # A draft model, heads that vLLM numbers by themselves or after the model's layers, and the model itself.
+    assert is_draft("mtp.layers.0.self_attn.attn", 4)
     assert is_draft("draft_model.model.layers.0.self_attn.attn", 4)
     assert is_draft("model.layers.4.self_attn.attn", 4)
     assert not is_draft("model.layers.3.self_attn.attn", 4)
@@ -234,6 +235,17 @@ def test_caches_that_others_write_are_named_one_by_one_and_have_no_pages_of_toke
     assert found.content == "kv: CPU_ATTN vec torch.float32; window: CPU_ATTN amx torch.float32"
     with pytest.raises(ArgumentError, match="window is written by CPU_ATTN amx"):
         described(engine(heads=1), groups, tensors, pages="tokens", writers=writers)
+
+
+def test_elements_of_one_byte_are_named_by_vllms_option_since_their_tensors_do_not():
+    def content(name):
+        config = engine(heads=1)
+        config.cache_config = SimpleNamespace(cache_dtype=name)
+        tensor = torch.zeros((BLOCKS, 1, TOKENS, 2 * DIM), dtype=torch.uint8)
+        return described(config, [cache_group(FULL, "l.0")], {"l.0": tensor}).content
+
+    assert content("fp8") == content("fp8_e4m3") == "CPU_ATTN vec fp8_e4m3"
+    assert content("fp8_e5m2") == "CPU_ATTN vec fp8_e5m2"
 
 
 def test_heads_that_ranks_may_share_are_refused_where_layers_have_other_numbers_of_them():

@@ -12,6 +12,7 @@ from longshore_engines.tensors import PageFormat
 from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
 
 DRAFT = SimpleNamespace(method="draft_model", draft_tensor_parallel_size=2)
+MTP = SimpleNamespace(method="mtp", draft_tensor_parallel_size=2)
 NGRAM = SimpleNamespace(method="ngram", draft_tensor_parallel_size=None)
 
 
@@ -23,6 +24,7 @@ def engine(*, groups=1, **changes):
         "context_parallel": 1,
         "speculative": None,
         "stages": 1,
+        "lookahead": 0,
         **changes,
     }
     config = SimpleNamespace(
@@ -34,6 +36,7 @@ def engine(*, groups=1, **changes):
         model_config=SimpleNamespace(use_mla=values["mla"], enable_sleep_mode=values["sleep"]),
         device_config=SimpleNamespace(device_type=values["device"]),
         speculative_config=values["speculative"],
+        num_prefill_lookahead_tokens=values["lookahead"],
     )
     return config, SimpleNamespace(transfer_groups=[object()] * groups)
 
@@ -54,7 +57,15 @@ def test_other_versions_are_refused_with_the_range_and_the_option_that_lets_them
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sleep": True}, {"mla": True}, {"speculative": DRAFT}, {"speculative": NGRAM}]
+    "changes",
+    [
+        {},
+        {"sleep": True},
+        {"mla": True},
+        {"speculative": DRAFT},
+        {"speculative": NGRAM},
+        {"speculative": MTP, "lookahead": 1},
+    ],
 )
 def test_models_with_one_group_of_layers_are_served(changes):
     check_engine(*engine(**changes))
@@ -66,12 +77,16 @@ def test_models_with_one_group_of_layers_are_served(changes):
         ({"groups": 2, "stages": 2}, "2 groups"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
-        ({"speculative": SimpleNamespace(method="eagle")}, "method is 'eagle': only draft_model, ngram were tried"),
+        (
+            {"speculative": SimpleNamespace(method="eagle")},
+            "method is 'eagle': only draft_model, mtp, ngram were tried",
+        ),
         (
             {"speculative": SimpleNamespace(method="draft_model", draft_tensor_parallel_size=1)},
             "draft_tensor_parallel_size is 1",
         ),
         ({"speculative": DRAFT, "stages": 2}, "pipeline_parallel_size 2"),
+        ({"speculative": MTP, "lookahead": 3}, "reads 3 tokens ahead"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_by_name(changes, said):
