@@ -42,7 +42,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     mark = next(reversed([*item.iter_markers("family")]), None)
     if mark is not None and os.environ.get(RECORD_VARIABLE) and report.when == "call" and report.passed:
         name, moves, shows, *given = mark.args
-        sizes = given or [f"{first} → {second}".upper() for first, second in _SIZES.findall(item.name)]
+        sizes = given or [" → ".join(pair).upper() for pair in _SIZES.findall(item.name)]
         _add(item.path.parent.name, name, shows, moves, sizes)
     return report
 

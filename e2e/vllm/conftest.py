@@ -55,7 +55,8 @@ def family(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: p
     """K and V, windows beside them, and recurrent states beside them: what rooms of other caches must do, too."""
     directory = tmp_path_factory.mktemp("model")
     if request.param == "dense":
-        return Family(request.getfixturevalue("model"), request.getfixturevalue("alone"))
+        found: Family = request.getfixturevalue("dense")
+        return found
     model = {"windows": tiny_model.make_windowed, "states": tiny_model.make_mamba}[request.param](directory, 4)
     # Prefix caches of states need Triton.
     extra = ("--no-enable-prefix-caching",) if request.param == "states" else ()
@@ -69,9 +70,15 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
-def alone(nursery: Nursery, model: TinyModel) -> Oracle:
+def dense(nursery: Nursery, model: TinyModel) -> Family:
+    """The model with K and V per head alone."""
+    return Family(model, Oracle(nursery, model))
+
+
+@pytest.fixture(scope="session")
+def alone(dense: Family) -> Oracle:
     """The answers of a single engine."""
-    return Oracle(nursery, model)
+    return dense.alone
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ offered, and of one that has come.
 
 E2E_VLLM_PLANT plants an error that other connectors had, which a test must find.
 
+E2E_VLLM_STAGES lets vLLM for CPUs have pipeline stages, whose first request would end it.
+
 While the file that E2E_VLLM_HOLD names exists, an engine stands still after a step that offers a chunk, but not the last
 one, up to the token that the file names or beyond.
 """
@@ -25,6 +27,7 @@ import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import longshore_engines.vllm
 from longshore_engines import vllm_caches
@@ -42,6 +45,19 @@ if PLANT == "last token":
     longshore_engines.vllm.held_back = lambda _groups: 0
 elif PLANT == "no sections":
     vllm_caches._SECTIONS["GDN_ATTN"] = lambda channels, _state, tp, _config: iter([(channels * tp, 1)])
+
+
+if os.environ.get("E2E_VLLM_STAGES"):
+    _gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def _gather_into_made_tensors(self: Any, *arguments: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return _gather(self, *arguments)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = _gather_into_made_tensors
 
 
 class ZeroingConnector(LongshoreConnector):
