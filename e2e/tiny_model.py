@@ -30,6 +30,9 @@ POSITIONAL = 64
 # Heads of recurrent states, their width, and what a state keeps of each channel. vLLM has kernels for no other widths on CPUs.
 STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
 GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
+EXPERTS, EXPERT = 4, 128
+# Ends of the names of weights that are no matrix of a module.
+_BARE = ("bias", ".A_log", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
 # Tokens that a layer with a state convolves.
 CONV = 4
 GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
@@ -89,6 +92,20 @@ def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"), (HIDDEN,)
     )
     return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), _weights(sizes, [layer] * LAYERS))
+
+
+def make_sinks(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a gpt-oss model, every other layer of which sees a window, below `directory` and return it."""
+    sizes = _sizes(kv_heads)
+    layer = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in layer.items()} | _experts(sizes)
+    weights = _weights(sizes, [layer] * LAYERS)
+    # It has experts instead.
+    weights = {
+        name: value for name, value in weights.items() if "mlp.gate_proj" not in name and "mlp.up_proj" not in name
+    }
+    weights = {name: value for name, value in weights.items() if "mlp.down_proj" not in name}
+    return _write(directory / "gpt-oss", kv_heads, _sinks_config(kv_heads), weights)
 
 
 def make_mamba(directory: Path, kv_heads: int) -> TinyModel:
@@ -194,6 +211,30 @@ def _windowed_config(kv_heads: int) -> dict[str, object]:
     }
 
 
+def _sinks_config(kv_heads: int) -> dict[str, object]:
+    return _config(kv_heads) | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": EXPERT,
+        "attention_bias": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        # vLLM knows no other kind for this model.
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": POSITIONS_MAX // 2,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "swiglu_limit": 7.0,
+    }
+
+
 def _mamba_config(kv_heads: int) -> dict[str, object]:
     return _config(kv_heads) | {
         "architectures": ["FalconH1ForCausalLM"],
@@ -234,6 +275,18 @@ def _attention(sizes: _Sizes, kv_heads: int) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj": (HIDDEN, sizes.heads * HEAD_DIM),
         "self_attn.q_norm": (HEAD_DIM,),
         "self_attn.k_norm": (HEAD_DIM,),
+    }
+
+
+def _experts(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.sinks": (sizes.heads,),
+        "mlp.router": (EXPERTS, HIDDEN),
+        "mlp.router.bias": (EXPERTS,),
+        "mlp.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * EXPERT),
+        "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * EXPERT),
+        "mlp.experts.down_proj": (EXPERTS, EXPERT, HIDDEN),
+        "mlp.experts.down_proj_bias": (EXPERTS, HIDDEN),
     }
 
 
@@ -313,7 +366,7 @@ def _weights(
 
 def _weight(part: str) -> str:
     """Return the name of a part's weight."""
-    return part if part.endswith((".bias", ".dt_bias", ".A_log", ".D")) else f"{part}.weight"
+    return part if part.endswith(_BARE) else f"{part}.weight"
 
 
 def _decay(layer: Mapping[str, tuple[int, ...]]) -> str:

@@ -152,8 +152,8 @@ class Client:
     ) -> None:
         """Share the pages of a cache with the agent.
 
-        While an open room writes a page, other rooms cannot claim it. Pools must not overlap: no check
-        covers that.
+        While an open room writes a page, other rooms cannot claim it. No check covers pools that overlap: they may, if a
+        page with one id belongs to one of them at a time.
 
         Args:
             cache: the index of the cache in the layout of `memory`; a cache has one pool.

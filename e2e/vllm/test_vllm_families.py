@@ -42,12 +42,25 @@ pytestmark = pytest.mark.timeout(600)
 # -- sliding windows: groups of layers of which only the end of a prompt moves ---------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def windowed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scene, Oracle]]:
-    model = tiny_model.make_windowed(tmp_path_factory.mktemp("model"), 4)
+# By model, how many of its layers see all tokens.
+WINDOWED = {tiny_model.make_windowed: 1, tiny_model.make_sinks: 2}
+GPT_OSS = pytest.param(
+    tiny_model.make_sinks,
+    marks=pytest.mark.family(
+        "gpt-oss (sliding windows, sinks, experts)", "K and V, of windowed layers the end of the prompt", TOKENS_EQUAL
+    ),
+    id="gpt-oss",
+)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(tiny_model.make_windowed, id="gemma"), GPT_OSS])
+def windowed(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Scene, Oracle, int]]:
+    model = request.param(tmp_path_factory.mktemp("model"), 4)
     alone = Oracle(nursery, model, (*PROMPTS, SHARES_A_PREFIX, *MANY))
     with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)]) as running:
-        yield running, alone
+        yield running, alone, WINDOWED[request.param]
 
 
 def load_bytes(engine: Engine) -> float:
@@ -58,9 +71,9 @@ def load_bytes(engine: Engine) -> float:
 @pytest.mark.family("Gemma 3 (sliding windows)", "K and V, of windowed layers the end of the prompt", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
-    windowed: tuple[Scene, Oracle], source: str, target: str
+    windowed: tuple[Scene, Oracle, int], source: str, target: str
 ) -> None:
-    scene, alone = windowed
+    scene, alone, full_layers = windowed
     engines = scene.engines
     for prompts in (PROMPTS, MANY):
         for engine in engines.values():
@@ -74,8 +87,10 @@ def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
     assert generate(engines[source], engines[target], SHARES_A_PREFIX, NEW_TOKENS) == alone(SHARES_A_PREFIX)
     until(lambda: load_bytes(engines[target]) > loaded, "the load is counted")
     block = engines[target].options.block_tokens
-    blocks = -(-len(SHARES_A_PREFIX) // block) - SHARED_TOKENS // block
-    blocks += 3 * (-(-(len(SHARES_A_PREFIX) - 1) // block) - (len(SHARES_A_PREFIX) - tiny_model.WINDOW) // block)
+    blocks = full_layers * (-(-len(SHARES_A_PREFIX) // block) - SHARED_TOKENS // block)
+    blocks += (tiny_model.LAYERS - full_layers) * (
+        -(-(len(SHARES_A_PREFIX) - 1) // block) - (len(SHARES_A_PREFIX) - tiny_model.WINDOW) // block
+    )
     block_bytes = block * 2 * 4 * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
     assert load_bytes(engines[target]) - loaded == blocks * block_bytes
     for engine in engines.values():
