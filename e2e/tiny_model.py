@@ -32,11 +32,13 @@ STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
 GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
 EXPERTS, EXPERT = 4, 128
 # Ends of the names of weights that are no matrix of a module.
-_BARE = ("bias", ".A_log", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
+_BARE = ("bias", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
 # Tokens that a layer with a state convolves.
 CONV = 4
 GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
-SLOWNESS = 3
+# Weights by which a state forgets. With this one it keeps half of what it has for tens of tokens.
+DECAYS = frozenset({"mamba.A_log", "linear_attn.A_log"})
+SLOWNESS = 3.0
 # Tokens that the windowed layers of the Gemma model see; every third layer sees all.
 WINDOW = 64
 
@@ -101,10 +103,8 @@ def make_sinks(directory: Path, kv_heads: int) -> TinyModel:
     layer |= {f"{name}.bias": shape[:1] for name, shape in layer.items()} | _experts(sizes)
     weights = _weights(sizes, [layer] * LAYERS)
     # It has experts instead.
-    weights = {
-        name: value for name, value in weights.items() if "mlp.gate_proj" not in name and "mlp.up_proj" not in name
-    }
-    weights = {name: value for name, value in weights.items() if "mlp.down_proj" not in name}
+    usual = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    weights = {name: value for name, value in weights.items() if not any(part in name for part in usual)}
     return _write(directory / "gpt-oss", kv_heads, _sinks_config(kv_heads), weights)
 
 
@@ -348,9 +348,10 @@ def _weights(
     weights = {"model.embed_tokens.weight": made(sizes.vocabulary, HIDDEN)}
     for layer, more in enumerate(layers):
         name = f"model.layers.{layer}"
-        weights |= {f"{name}.{_weight(part)}": made(*shape) for part, shape in more.items()}
-        # A state that forgets half of what it has within tens of tokens.
-        weights |= {key: -SLOWNESS * value for key, value in weights.items() if key == f"{name}.{_decay(more)}"}
+        weights |= {f"{name}.{_weight(part)}": made(*shape) for part, shape in more.items() if part not in DECAYS}
+        weights |= {
+            f"{name}.{part}": np.full(shape, -SLOWNESS, np.float32) for part, shape in more.items() if part in DECAYS
+        }
         weights |= {
             f"{name}.input_layernorm.weight": made(HIDDEN),
             f"{name}.post_attention_layernorm.weight": made(HIDDEN),
@@ -367,10 +368,6 @@ def _weights(
 def _weight(part: str) -> str:
     """Return the name of a part's weight."""
     return part if part.endswith(_BARE) else f"{part}.weight"
-
-
-def _decay(layer: Mapping[str, tuple[int, ...]]) -> str:
-    return next((part for part in layer if part.endswith(".A_log")), "")
 
 
 def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:

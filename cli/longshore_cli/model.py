@@ -28,7 +28,7 @@ _LINE_MAX = 1 << 20
 _SCALED_ELEMENTS, _SCALE_BYTES = 128, 4
 # A row of a sparse model's latent in fp8: 512 elements, 4 scales, and the rotary part in bfloat16.
 _SCALED_LATENT_BYTES = 656
-# vLLM rather pads its smaller groups than forming more of them, if one kind has less than this many times the layers of another.
+# vLLM pads its smaller groups, and forms no more of them, if the largest kind has less than this many times the layers of the smallest.
 _PADDED = 1.5
 # Mamba 1 splits channels, which have no heads of their own.
 _CHANNELS = 64

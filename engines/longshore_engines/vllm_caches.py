@@ -7,6 +7,7 @@ overlay each other in one allocation, in which a page belongs to one group at a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -227,7 +228,7 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
         names = sorted(group.layer_names, key=layer_number)
         drafts = tuple(name for name in names if is_draft(name, layers))
         own = tuple(name for name in names if name not in drafts)
-        found += [_Attention(each, index, layers) for each, layers in ((kind, own), (DRAFT, drafts)) if layers]
+        found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
 
 
@@ -279,7 +280,7 @@ def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterat
         given = next((value for name in _STATE_GROUPS if (value := getattr(config, name, None))), None)
         if given is None:
             raise ArgumentError(
-                f"the model's config has none of {', '.join(_STATE_GROUPS)}: whether ranks share B and C"
+                f"the model's config has none of {', '.join(_STATE_GROUPS)}: whether ranks share B and C of a state is not known"
             )
         groups = min(given, tp)
     yield heads * tp, width
@@ -322,9 +323,7 @@ def _slots(
         for heads, width in sections
     )
     heads, *inner = state[0].shape[1:]
-    entry_bytes = state[0].element_size()
-    for count in inner:
-        entry_bytes *= count
+    state_size = state[0].element_size()
     page_layers = counts[0] if is_even else 1
 
     def layout(name: str, own: tuple[Plane, ...], element_bytes: int) -> KVLayout:
@@ -338,7 +337,7 @@ def _slots(
     return (
         [
             SlotCache(conv, layout(CONV, planes, size)),
-            SlotCache(state, layout(SSM, (Plane(heads * parallel.tp, entry_bytes),), state[0].element_size())),
+            SlotCache(state, layout(SSM, (Plane(heads * parallel.tp, math.prod(inner) * state_size),), state_size)),
         ],
         (1,) * len(counts) if is_even else tuple(counts),
         [text],

@@ -40,8 +40,8 @@ PAGE_FORMATS = {
 }
 OPAQUE, TOKENS = "opaque", "tokens"
 # Ways of speculative decoding: one without layers, a small model, and layers of the model itself.
-DRAFT_MODEL = "draft_model"
-SPECULATIVE_METHODS = frozenset({"ngram", DRAFT_MODEL, "mtp"})
+NGRAM = "ngram"
+SPECULATIVE_METHODS = frozenset({NGRAM, "draft_model", "mtp"})
 
 
 class Setting(NamedTuple):
@@ -180,7 +180,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             "a model with one module"
         )
     draft_tp = getattr(speculative, "draft_tensor_parallel_size", None) or parallel.tensor_parallel_size
-    if speculative.method != "ngram" and (draft_tp, parallel.pipeline_parallel_size) != (
+    if speculative.method != NGRAM and (draft_tp, parallel.pipeline_parallel_size) != (
         parallel.tensor_parallel_size,
         1,
     ):
