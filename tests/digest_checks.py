@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +25,7 @@ from longshore_agent.kernels import device_digest, device_kernel, reference
 from longshore_agent.kernels.copier import Copy, Part, Slab, View, pool_view
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.kernels.device_copier import DeviceCopier
-from longshore_agent.kernels.device_digest import BoundDigest
+from longshore_agent.kernels.device_digest import BoundDigest, CopyDigests
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel
 from longshore_agent.kernels.device_launch import PlaneTable
 from longshore_agent.kernels.digest import Digests, Words, expanded
@@ -279,6 +282,39 @@ def damaged_list(shape: Shape, tokens: tuple[int, int]) -> tuple[int, int]:
         return source_digests.size, int(np.count_nonzero(source_digests != target_digests))
 
 
+def planted(damage: str, file: Path) -> tuple[bool, bool]:
+    """Copy with a damage of `gpu/plants`, which replaces methods of this process's copier.
+
+    Returns:
+        Whether the digests of both sides differ: of pages that are copied directly, and by way of a slab.
+    """
+    place_of_plants = Path(__file__).parent / "gpu" / "plants" / "sitecustomize.py"
+    spec = importlib.util.spec_from_file_location("plants", place_of_plants)
+    assert spec is not None
+    assert spec.loader is not None
+    plants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plants)
+    with opened(PLANTED, seed=1) as source, opened(PLANTED, seed=None) as target, ExitStack() as stack:
+        for name in ("submit", "_hold"):
+            stack.enter_context(patch.object(DeviceCopier, name, getattr(DeviceCopier, name)))
+        stack.enter_context(patch.object(CopyDigests, "calls", CopyDigests.calls))
+        plants.change_memory = lambda at, count, change: ctypes.memmove(at, change(ctypes.string_at(at, count)), count)
+        plants.plant(file)
+        views = views_of((source, target), (PLANTED, PLANTED), (0, 32))
+        payload = views[0].payload_bytes((0, 32))
+        place, trailer = Place("cpu", source, target, payload), trailer_for(payload)
+        for pool in (source, target):
+            regions = [torch.from_numpy(pool.region(index)) for index in range(len(pool.geometry.region_bytes))]
+            place.copier._tables[pool, 0] = table_of(pool, regions, CPU)
+        file.write_text(damage, encoding="utf-8")
+        direct = place.ended(one_part(*views, (0, 32), digest_key=KEY))
+        gathered = place.ended(one_part(views[0], place.slab, (0, 32), trailer, digest_key=KEY))
+        scattered = place.ended(one_part(place.slab, views[1], (0, 32), accepts=lambda _: True, digest_key=KEY))
+    return direct.source != direct.target, gathered.source != scattered.target
+
+
+# Rows of one head as large as those of the tests on GPUs.
+PLANTED = Shape(layers=1, head_dim=128)
 # Its digests take more bytes than a trailer, so that the two can be told apart.
 PLAYED = Shape(layers=2)
 

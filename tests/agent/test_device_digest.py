@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from kernel_process import KernelProcess
@@ -108,6 +109,27 @@ def test_a_flipped_bit_changes_the_digest_of_its_plane_and_head(shape: Shape, in
 def test_digests_do_not_read_the_page_list_of_the_copy(interpreter: KernelProcess) -> None:
     digests, different = interpreter.run("damaged_list", replace(SMALL, layers=1), (0, 8))
     assert digests == different
+
+
+# Of the tests on GPUs: whether digests find it in pages that are copied directly, and by way of a slab.
+DAMAGES = {
+    "none": (False, False),
+    "a bit in prefill's pages": (True, True),
+    "a wrong page that is read": (True, True),
+    "a bit in decode's pages": (True, True),
+    "a wrong page that is written": (True, True),
+    "a bit in the lane": (False, True),
+    "a bit in the ring": (False, True),
+    "swapped heads": (False, True),
+    "a stale slab": (False, True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_that_tests_on_gpus_plant_is_done_and_found(
+    damage: str, interpreter: KernelProcess, tmp_path: Path
+) -> None:
+    assert interpreter.run("planted", damage, tmp_path / "damage") == DAMAGES[damage]
 
 
 GATHERS, SCATTERS, DIRECTS = 1, 2, 3

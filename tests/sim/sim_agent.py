@@ -12,7 +12,7 @@ from sim_world import MS, SECOND, US, Host, World
 
 from longshore_agent.control.node_link import RoomFailed
 from longshore_agent.supervisor.failed_rooms import FailedRooms
-from longshore_wire.effects import PeerId, RoomEnded
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import Reason
 
@@ -76,7 +76,7 @@ class Agent:
         self.slots[client.key] = worker
         self.world.say(repr(worker), "starts")
         for failed in self._failed.of(client.key.replica, self.world.now_ns / SECOND):
-            worker.deliver(worker.sibling_failed, failed.key, failed.reason, failed.text)
+            worker.deliver(worker.sibling_failed, failed)
         self.world.at(LOCAL_NS, worker.deliver, worker.adopt)
 
     def adopted(self, worker: Worker) -> None:
@@ -106,14 +106,13 @@ class Agent:
         started = [slot for key, slot in self.slots.items() if key.replica == replica and slot is not None]
         return [each for each in started if each is not worker and not each.draining and each.alive and self.alive]
 
-    def room_failed(self, worker: Worker, effect: RoomEnded) -> None:
+    def room_failed(self, worker: Worker, failed: RoomFailed) -> None:
         """A worker has failed a room: tell its siblings, and those that start later."""
         if not self.alive:
             return
-        failed = RoomFailed(effect.half, effect.key, effect.reason, effect.text)
-        self._failed.add(worker.client.key.replica, failed, self.world.now_ns / SECOND)
-        for each in self._siblings(worker):
-            self.world.at(LOCAL_NS, each.deliver, each.sibling_failed, effect.key, effect.reason, effect.text)
+        if self._failed.add(worker.client.key.replica, failed, self.world.now_ns / SECOND):
+            for each in self._siblings(worker):
+                self.world.at(LOCAL_NS, each.deliver, each.sibling_failed, failed)
 
     def engine_left(self, worker: Worker, reason: Reason, text: str, replaced: bool) -> None:
         """A worker ends soon. If it is to be replaced, it has reported each room that it failed."""

@@ -13,6 +13,7 @@ from sim_lanes import Lanes
 from sim_memory import ShadowRing, Staging
 from sim_world import MS, SECOND, US, ViolationError, World
 
+from longshore_agent.control.node_link import RoomFailed
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
     Dial,
@@ -24,6 +25,7 @@ from longshore_wire.effects import (
     PeerId,
     ProbeLiveness,
     RoomEnded,
+    RoomGivenUp,
     RoomOffered,
     RoomReleased,
     Send,
@@ -394,7 +396,16 @@ class Worker:
             self._tell(RoomEvent(effect.half, key.instance, key.room, kind, reason, effect.text))
         if reason:
             self.lanes.cancel(key)
-            self.world.at(LOCAL_NS, self.agent.room_failed, self, effect)
+            if reason is not Reason.AUTHENTICATION:
+                ended = self.core.ended.get(key)
+                shown = None if ended is None else ended.shown
+                self._tell_siblings(RoomFailed(effect.half, key, reason, effect.text, shown))
+
+    def _room_given_up(self, effect: RoomGivenUp) -> None:
+        self._tell_siblings(RoomFailed(Half.SOURCE, effect.key, effect.reason, effect.text, effect.capability))
+
+    def _tell_siblings(self, failed: RoomFailed) -> None:
+        self.world.at(LOCAL_NS, self.agent.room_failed, self, failed)
 
     def _room_released(self, effect: RoomReleased) -> None:
         key = effect.key
@@ -477,9 +488,10 @@ class Worker:
         if self._stop_ns is None:
             self._leave(Reason.ENGINE_LOST, "the engine died", self.clock())
 
-    def sibling_failed(self, key: RoomKey, reason: Reason, text: str) -> None:
+    def sibling_failed(self, failed: RoomFailed) -> None:
         """The supervisor passes a failure on."""
-        self.core.sibling_failed(key, reason, f"at a sibling rank: {text}", self.clock())
+        text = f"at a sibling rank: {failed.text}"
+        self.core.sibling_failed(failed.key, failed.reason, text, self.clock(), failed.capability)
 
     def sibling_lost(self, reason: Reason, text: str) -> None:
         """The supervisor passes the end of a sibling on."""
@@ -489,6 +501,7 @@ class Worker:
 _APPLY: dict[type, Callable[[Worker, Any], None]] = {
     RoomEnded: Worker._room_ended,
     RoomReleased: Worker._room_released,
+    RoomGivenUp: Worker._room_given_up,
     RoomOffered: Worker._room_offered,
     PeerAttached: Worker._attach,
     PeerGone: Worker._part,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from core_outputs import effects_of
+from core_outputs import effects_of, messages_of
 
+from longshore_wire.bindings import Binding
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import RoomEnded, SessionConfig
+from longshore_wire.effects import PeerId, RoomEnded, RoomGivenUp, SessionConfig
 from longshore_wire.engine_messages import CachePages, Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
@@ -53,6 +54,50 @@ def test_an_open_room_fails_once_however_many_siblings_fail_it() -> None:
 
     ends = [effect for effect in effects_of(source) if isinstance(effect, RoomEnded)]
     assert [(end.half, end.reason) for end in ends] == [(Half.SOURCE, Reason.ENGINE_LOST)]
+
+
+MINE, OTHER = b"m" * 16, b"o" * 16
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_target_that_asked_one_rank_ends_its_room_at_all_of_them(is_first: bool) -> None:
+    """Decode asks one rank for a room, which fails before its prefill has offered it there."""
+    asked, sibling = (SourceSession(_config("P"), now_ns=0) for _ in range(2))
+    target = TargetSession(_config("D"), now_ns=0)
+    asked.describe(b"", None, {}, address="h:2")
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 1), RankAddress(1, "h:2", 1)))
+    target.ask(Wanted(KEY, endpoint, (CachePages(0, 0, 1, 0, b""),), binding=Binding(b"", MINE)), 1)
+    if is_first:
+        sibling.offer(5, [(0, 0, 60)], last=True, now_ns=1, binding=Binding(b"", MINE))
+    target.cancel(KEY, Reason.CANCELLED, "enough", 2)
+    given_up = list[RoomGivenUp]()
+    while messages := [(asked, PeerId("D", 0, 1), each) for _, each in messages_of(target)] + [
+        (target, PeerId("P", 0, 1), each) for _, each in messages_of(asked)
+    ]:
+        for core, peer, message in messages:
+            core.receive(peer, message, 3)
+        given_up += [effect for effect in effects_of(asked) if isinstance(effect, RoomGivenUp)]
+
+    for told in given_up:
+        sibling.sibling_failed(told.key, told.reason, told.text, 4, told.capability)
+    if is_first:
+        ends = [effect for effect in effects_of(sibling) if isinstance(effect, RoomEnded)]
+        assert [end.reason for end in ends] == [Reason.CANCELLED]
+    else:
+        with pytest.raises(RoomError, match="enough"):
+            sibling.offer(5, [(0, 0, 60)], last=True, now_ns=5, binding=Binding(b"", MINE))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_requests_room_of_the_same_number_stays_open(is_first: bool) -> None:
+    sibling = SourceSession(_config("P"), now_ns=0)
+    for turn in (0, 1):
+        if turn == is_first:
+            sibling.sibling_failed(KEY, Reason.CANCELLED, "enough", 1, OTHER)
+        else:
+            sibling.offer(5, [(0, 0, 60)], last=True, now_ns=1, binding=Binding(b"", MINE))
+
+    assert not sibling.rooms[KEY].failed
 
 
 def test_a_room_that_is_done_here_stays_done() -> None:

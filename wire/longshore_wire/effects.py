@@ -250,6 +250,18 @@ class RoomReleased(msgspec.Struct, frozen=True):
     key: RoomKey
 
 
+class RoomGivenUp(msgspec.Struct, frozen=True):
+    """A target ended a room that is not open at this source: tell the sibling ranks, whose engines may have offered it.
+
+    A target that asks for a room asks one rank, and so can tell only that one.
+    """
+
+    key: RoomKey
+    reason: Reason
+    text: str
+    capability: bytes  # that the target showed
+
+
 class RoomOffered(msgspec.Struct, frozen=True):
     """Prefill has offered the first tokens of a room for which our engine has asked: notify the engine."""
 
@@ -281,6 +293,7 @@ Effect = (
     | StartScatter
     | RoomEnded
     | RoomReleased
+    | RoomGivenUp
     | RoomOffered
     | Stale
 )

@@ -149,6 +149,12 @@ class SourceRoom(Room):
         """Whether the engine has offered anything."""
         return bool(self.first_tokens)
 
+    def may_have(self, capability: bytes) -> bool:
+        """Whether this is the room of the request with this capability, by its offer, or by its claims before that."""
+        if self.is_offered:
+            return self.binding.capability == capability
+        return all(pair.binding.capability == capability for pair in self.pairs.values())
+
     def slot_end(self, pair: SourcePair) -> int:
         """Return the end of what is offered of a slot, as its grid counts: all of it, with the last tokens."""
         return pair.grid.end_token if self.total_tokens >= 0 else -1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
-from longshore_wire.effects import PairName, PeerId, RoomReleased, SessionConfig, StartWrite
+from longshore_wire.effects import PairName, PeerId, RoomGivenUp, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import PageOrder
@@ -187,12 +187,21 @@ class SourceSession:
         for key in list(self.rooms):
             self.cancel(key, reason, text, now_ns)
 
-    def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
-        if key in self.rooms:
-            self.cancel(key, reason, text, now_ns)
+    def sibling_failed(
+        self, key: RoomKey, reason: Reason, text: str, now_ns: int, capability: bytes | None = None
+    ) -> None:
+        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later.
+
+        Args:
+            capability: of the request whose room it is, if a target ended it before the sibling's engine offered it; None: any
+                request's.
+        """
+        room = self.rooms.get(key)
+        if room is not None:
+            if capability is None or room.may_have(capability):
+                self._fail(room, reason, text, now_ns, capability)
         elif key not in self.ended:
-            self._remember(key, reason, text, now_ns)
+            self._remember(key, reason, text, now_ns, capability)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -719,15 +728,16 @@ class SourceSession:
         """
         key = abort.pair.key
         reason = _lasting(abort.reason)
-        room = self.rooms.get(key)
+        room, capability = self.rooms.get(key), abort.binding.capability
         if room is not None and room.claimer in (None, peer.replica):
-            if not room.is_offered or abort.binding.capability == room.binding.capability:
-                self._fail(room, reason, abort.text, now_ns, abort.binding.capability)
+            if room.may_have(capability):
+                self._fail(room, reason, abort.text, now_ns, capability)
         elif reason is Reason.AUTHENTICATION:
             # An earlier life of this worker refused that claim. The room is another request's.
             return
         elif room is None and key not in self.ended and key.instance == self.config.instance:
-            self._remember(key, reason, abort.text, now_ns, abort.binding.capability)
+            self._remember(key, reason, abort.text, now_ns, capability)
+            self._effect(RoomGivenUp(key, reason, abort.text, capability))
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 

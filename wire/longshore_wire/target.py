@@ -243,12 +243,20 @@ class TargetSession:
         for key in list(self.rooms):
             self.cancel(key, reason, text, now_ns)
 
-    def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
-        if key in self.rooms:
-            self.cancel(key, reason, text, now_ns)
+    def sibling_failed(
+        self, key: RoomKey, reason: Reason, text: str, now_ns: int, capability: bytes | None = None
+    ) -> None:
+        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later.
+
+        Args:
+            capability: of the request whose room it is; None: any request's.
+        """
+        room = self.rooms.get(key)
+        if room is not None:
+            if capability in (None, room.binding.capability):
+                self.cancel(key, reason, text, now_ns)
         elif key not in self.ended:
-            self.table.remember(key, reason, text, now_ns)
+            self.table.remember(key, reason, text, now_ns, shown=capability)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

@@ -141,12 +141,17 @@ class Failed(msgspec.Struct, tag=28):
 
 
 class RoomFailed(msgspec.Struct, tag=19):
-    """From a worker: it has failed a room. To the workers of its sibling ranks: fail it, too."""
+    """From a worker: it has failed a room. To the workers of its sibling ranks: fail it, too.
+
+    `capability` is that of the request, if a target ended the room before the worker's engine offered it. It is None if the
+    room is every request's.
+    """
 
     half: Half
     key: RoomKey
     reason: Reason
     text: str
+    capability: bytes | None = None
 
 
 # The number of the snapshot that a worker sends at its end.

@@ -15,6 +15,8 @@ from longshore_wire.peer_messages import RoomKey
 
 # Rooms kept for one instance, the newest ones: more than an engine has open concurrently.
 FAILED_ROOMS_MAX = 16_384
+# A room of one request, or of any.
+_Name = tuple[Half, RoomKey, bytes | None]
 
 
 class FailedRooms:
@@ -23,7 +25,7 @@ class FailedRooms:
     def __init__(self, kept_s: float) -> None:
         """Keep each failure for `kept_s` seconds."""
         self._kept_s = kept_s
-        self._replicas: dict[Replica, OrderedDict[tuple[Half, RoomKey], tuple[RoomFailed, float]]] = {}
+        self._replicas: dict[Replica, OrderedDict[_Name, tuple[RoomFailed, float]]] = {}
 
     def add(self, replica: Replica, message: RoomFailed, now_s: float) -> bool:
         """Record that a worker of a replica has failed a room; return whether its siblings must be notified.
@@ -31,9 +33,10 @@ class FailedRooms:
         Siblings that fail the room for this reason also report it; the first message is kept.
         """
         rooms = self._replicas.setdefault(replica, OrderedDict())
-        if (message.half, message.key) in rooms:
+        name = (message.half, message.key, message.capability)
+        if name in rooms:
             return False
-        rooms[message.half, message.key] = (message, now_s + self._kept_s)
+        rooms[name] = (message, now_s + self._kept_s)
         while len(rooms) > FAILED_ROOMS_MAX:
             rooms.popitem(last=False)
         return True

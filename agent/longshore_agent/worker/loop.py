@@ -54,6 +54,7 @@ from longshore_wire.effects import (
     PeerGone,
     ProbeLiveness,
     RoomEnded,
+    RoomGivenUp,
     RoomOffered,
     RoomReleased,
     Send,
@@ -274,6 +275,8 @@ class Worker:
             if opened:
                 self._steps.begin()
                 self._tell(released_event(effect))
+        elif isinstance(effect, RoomGivenUp):
+            self._link.send(RoomFailed(Half.SOURCE, effect.key, effect.reason, effect.text, effect.capability))
         elif isinstance(effect, RoomOffered):
             self._steps.begin()
             self._tell(offered_event(effect))
@@ -329,11 +332,11 @@ class Worker:
                 extra=effect.about(),
             )
             self.mover.cancel(effect.half, effect.key)
-            # Each rank hears from its own peer that a claim lacks the capability, or was given up before the offer that would
-            # tell whose it is. The room is open for another request.
-            ended = self.sessions[effect.half].ended.get(effect.key)
-            if effect.reason is not Reason.AUTHENTICATION and not (ended is not None and ended.shown):
-                self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
+            # Each rank hears from its own peer that a claim lacks the capability. The room is open for another request.
+            if effect.reason is not Reason.AUTHENTICATION:
+                ended = self.sessions[effect.half].ended.get(effect.key)
+                shown = None if ended is None else ended.shown
+                self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text, shown))
         if self._reporter is not None:
             self._reporter.ended(effect, self.sessions[effect.half].peers, now_ns)
 
@@ -499,7 +502,8 @@ class Worker:
         elif isinstance(message, RoomFailed):
             session = self.sessions.get(message.half)
             if session is not None:
-                session.sibling_failed(message.key, message.reason, f"at a sibling rank: {message.text}", now_ns)
+                text = f"at a sibling rank: {message.text}"
+                session.sibling_failed(message.key, message.reason, text, now_ns, message.capability)
         elif isinstance(message, SiblingLost):
             for session in self.sessions.values():
                 session.fail_claimed(message.reason, message.text, now_ns)

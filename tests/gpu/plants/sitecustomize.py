@@ -10,7 +10,8 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def place_of(side: Any) -> int:
 
     if isinstance(side, Slab):
         return int(side.memory.address) + int(side.offset_bytes) + BYTE
-    group = side.planes[0]
-    head = int(group.addresses[0]) + side.heads.start * group.head_stride
-    return head + int(side.pages[0]) * int(group.page_stride) + BYTE
+    view = side[0].view
+    group = view.planes[0]
+    head = int(group.addresses[0]) + view.heads.start * group.head_stride
+    return head + int(view.pages[0]) * int(group.page_stride) + BYTE
 
 
 def changes(name: str, copy: Any) -> tuple[Callable[[], None] | None, Callable[[], None] | None]:
@@ -93,7 +95,7 @@ def plant(file: Path) -> None:
     from longshore_agent.kernels.device_copier import DeviceCopier
     from longshore_agent.kernels.device_digest import CopyDigests
 
-    submit, queue, held = DeviceCopier.submit, CopyDigests.queue, DeviceCopier._held_of
+    submit, calls, hold = DeviceCopier.submit, CopyDigests.calls, DeviceCopier._hold
     now: list[Any] = []
 
     def named() -> str:
@@ -103,28 +105,25 @@ def plant(file: Path) -> None:
         now[:] = [copy]
         return submit(self, copy)
 
-    def queue_damaged(self: CopyDigests, copy: Callable[[], None] | None) -> None:
-        if copy is None or not named():
-            queue(self, copy)
-            return
+    def calls_damaged(self: CopyDigests, copies: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        if not copies or not named():
+            return calls(self, copies)
         before, after = changes(named(), now[0])
+        return calls(self, [step for step in (before, *copies, after) if step is not None])
 
-        def damaged() -> None:
-            for step in (before, copy, after):
-                if step is not None:
-                    step()
-
-        queue(self, damaged)
-
-    def held_shifted(self: DeviceCopier, view: Any, stream: Any, *purpose: object, to_write: bool) -> Any:
+    def hold_shifted(self: DeviceCopier, view: Any, stream: Any, held: Any, *, to_write: bool) -> Any:
         wrong = "a wrong page that is written" if to_write else "a wrong page that is read"
-        if not purpose and named() == wrong:
+        if named() == wrong:
             view = msgspec.structs.replace(view, pages=np.roll(view.pages, -1))
-        return held(self, view, stream, *purpose, to_write=to_write)
+        return hold(self, view, stream, held, to_write=to_write)
 
-    DeviceCopier.submit, CopyDigests.queue = submit_and_remember, queue_damaged
-    DeviceCopier._held_of = held_shifted
+    DeviceCopier.submit, CopyDigests.calls, DeviceCopier._hold = submit_and_remember, calls_damaged, hold_shifted
 
 
 if FILE in os.environ and "longshore_agent.worker.main" in sys.orig_argv:
-    plant(Path(os.environ[FILE]))
+    try:
+        plant(Path(os.environ[FILE]))
+    except Exception:  # noqa: BLE001 - whatever it is, the worker must not run undamaged
+        # Python goes on without a module that it cannot import, and then nothing would be damaged.
+        traceback.print_exc()
+        os._exit(70)
