@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -26,16 +27,71 @@ from mps_daemon import mps_daemon, mps_logs
 ROOT = Path(__file__).parents[1]
 READY_LIMIT_S, REQUEST_LIMIT_S, END_LIMIT_S = 240.0, 120.0, 20.0
 LOG_CHARACTERS, LOG_CHARACTERS_MAX = 6000, 1_000_000
-VOCABULARY, HIDDEN, LAYERS, HEADS, HEAD_DIM = 32_000, 1024, 32, 8, 128
+VOCABULARY = 32_000
+DENSE = "dense"
+# Of K and V of the dense model.
+DENSE_TOKEN_BYTES = 131_072
+# Of each kind of model the classes of transformers, and what its config has beside `COMMON`. Sizes of what moves are those of
+# the named model; there are fewer layers, and the rest is small.
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 32_768,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+}
+MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    DENSE: (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    # Qwen3.5-397B: a state of 4.27 MB in each of 15 layers, and 2,048 bytes of K and V a token in each of 5.
+    "gdn": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "num_hidden_layers": 20,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
+    # DeepSeek-V3: a latent of 1,152 bytes a token and layer, on each rank. No layer has experts.
+    "mla": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 512,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 32,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            # vLLM reads a matrix of its own for this model.
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 MAKE_MODEL = f"""
-import sys, torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import json, sys, torch, transformers
 torch.manual_seed(0)
-config = Qwen3Config(vocab_size={VOCABULARY}, hidden_size={HIDDEN}, intermediate_size=2048, num_hidden_layers={LAYERS},
-    num_attention_heads=16, num_key_value_heads={HEADS}, head_dim={HEAD_DIM}, max_position_embeddings=32768,
-    initializer_range=0.1, tie_word_embeddings=True)
-with torch.device("cuda"):
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+config, model, fields = json.loads(sys.argv[2])
+with torch.device(sys.argv[3]):
+    model = getattr(transformers, model)(getattr(transformers, config)(**fields)).to(torch.bfloat16)
 model.save_pretrained(sys.argv[1])
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -161,9 +217,11 @@ def mps(directory: Path, logs: Path, *, wanted: bool) -> Iterator[Mapping[str, s
         (logs / "mps.log").write_text(mps_logs(directory, LOG_CHARACTERS_MAX), encoding="utf-8")
 
 
-def make_model(directory: Path, python: str, path: str) -> Path:
-    """Make the model with random weights, by an interpreter that also searches these folders; return its folder."""
-    command = [python, "-c", MAKE_MODEL, str(directory / "model")]
+def make_model(directory: Path, python: str, path: str, kind: str = DENSE, device: str = "cuda") -> Path:
+    """Make a model of `MODELS` with random weights, by an interpreter that also searches these folders; return its folder."""
+    config, model, fields = MODELS[kind]
+    wanted = json.dumps([config, model, {**COMMON, **fields}])
+    command = [python, "-c", MAKE_MODEL, str(directory / "model"), wanted, device]
     subprocess.run(command, check=True, timeout=240, env=os.environ | {"PYTHONPATH": path})
     return directory / "model"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from served_engines import HEAD_DIM, HEADS, LAYERS, ServedEngine, python_path
+from served_engines import DENSE_TOKEN_BYTES, ServedEngine, python_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -40,7 +40,7 @@ AGENTS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent":
 BACKENDS = (*AGENTS, STAGED, PLAIN)
 # Prefill gathers half the heads of a chunk's K and V, 2 bytes an element, into one buffer for each of its queues. 0.5.16 has
 # 64 MB: it sends what does not fit in slices, over which decode then scatters memory that nobody wrote. 0.5.23 has enough.
-STAGING_BYTES = TOKENS_MAX * 2 * LAYERS * HEADS // 2 * HEAD_DIM * 2
+STAGING_BYTES = TOKENS_MAX * DENSE_TOKEN_BYTES // 2
 STAGING_VARIABLES = {
     "SGLANG_DISAGG_STAGING_BUFFER": "1",
     "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": str(STAGING_BYTES >> 20),

@@ -97,7 +97,9 @@ class Engine(ServedEngine):
     def variables(self) -> dict[str, str]:
         """Return the environment in addition to ours."""
         path = python_path(os.environ.get(PATH), self.tree)
-        return {**GPU_VARIABLES, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
+        # NixlConnector moves states of unequal TP in this order only.
+        layout = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+        return {**GPU_VARIABLES, **layout, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
 
     def complete(self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a completion."""

@@ -9,7 +9,7 @@ last token over blocks that nobody wrote. "MooncakeConnector" is vLLM's, over CU
 named. Its router names each prompt, and so can give it to both engines at once.
 
 `alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
-tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
+tokens of all connectors are compared, also with those of decode's engine alone, which rounds otherwise. `loads`: fixed traces of prompts and answers of mixed length, with some number at
 once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. A connector that does not
 answer a prompt is left out from then on, and `failed` says why. `memory`: of each
 worker of an agent, by nvidia-smi, before the first prompt.
@@ -44,11 +44,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from served_engines import VOCABULARY, about, make_model, mps, program, spread, tokens_of
+from served_engines import DENSE, VOCABULARY, about, make_model, mps, program, spread, tokens_of
 from vllm_gpu_scenes import CONNECTORS, FLOOR, NIXL, OTHER, OTHER_TREE, OURS, PATH, PYTHON, SIDES, Scene, devices_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
+from engines import tokens_of as answered
 from scene import TO_PREFILL
 
 DEFAULT_CONNECTORS = (*OURS, NIXL, FLOOR)
@@ -63,6 +64,13 @@ PROMPT_MEDIAN, PROMPT_SPREAD, PROMPT_MAX = 900, 1.0, 8_000
 ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_MAX = 24, 0.7, 96
 FIRST_PORT = 18_000
 # Graphs for steps of decode, and no compiler, which would take minutes at each start.
+# A dense model; K and V and the states of gated delta rules; latents.
+KINDS = {
+    DENSE: (),
+    "gdn": (),
+    # vLLM's other backends for latents need more of its compiled modules.
+    "mla": ("--attention-backend", "TRITON_MLA"),
+}
 ENGINE_ARGUMENTS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}\''
 SEED = 11
 FAILURE_CHARACTERS = 2_000
@@ -198,6 +206,7 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
     # The first prompt connects peers, and vLLM compiles kernels for it.
     first, *moved = [[router.move(ask) for _, _, router in ways] for ask in asks]
     right = reference([name for name, _, _ in ways])
+    own = [tokens_alone(scenes[0], target, ask) for ask in asks[1:]]
     return [
         {
             "direction": f"{source}->{target}",
@@ -209,9 +218,16 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
             "first_prompt_ms": first[index].milliseconds(),
             "samples_ms": [each[index].milliseconds() for each in moved],
             "other_tokens": sum(each[index].tokens != each[right].tokens for each in moved),
+            "unlike_alone": sum(each[index].tokens != tokens for each, tokens in zip(moved, own, strict=True)),
         }
         for index, (name, kind, _) in enumerate(ways)
     ]
+
+
+def tokens_alone(scene: Scene, target: str, ask: Ask) -> list[int]:
+    """Return what decode's engine answers to a prompt that it computes itself."""
+    answer = scene.engines[target].complete(ask.prompt, ask.new_tokens)
+    return answered(answer)
 
 
 def reference(names: Sequence[str]) -> int:
@@ -293,7 +309,7 @@ def measure(
             note("alone", without_failed(scenes, alone, source, target, length, repeats, next(turns)))
             if chosen.timelines:
                 without_failed(scenes, timelines, source, target, length, next(turns), chosen.timelines)
-        for at_once in QUICK_AT_ONCE if chosen.quick else AT_ONCE:
+        for at_once in () if chosen.no_loads else QUICK_AT_ONCE if chosen.quick else AT_ONCE:
             note("loads", without_failed(scenes, loads, source, target, at_once, next(turns)))
 
 
@@ -364,6 +380,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, repeats and loads")
     parser.add_argument("--directions", default=DIRECTIONS, help=f"pairs of prefill and decode (default {DIRECTIONS})")
+    parser.add_argument("--model", choices=KINDS, default=DENSE, help=f"kind of model (default {DENSE})")
+    parser.add_argument("--no-loads", action="store_true", help="only prompts alone")
     parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], help="of prompts alone")
     parser.add_argument("--connectors", default=";".join(DEFAULT_CONNECTORS), help=f"of {'; '.join(CONNECTORS)}")
     parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
@@ -375,16 +393,17 @@ def main() -> None:
         draw(json.loads(chosen.json.read_text()), chosen.draw)
         return
     directions, names = directions_of(chosen.directions), connectors_of(chosen.connectors)
-    arguments = shlex.split(chosen.engine_arguments)
+    arguments = [*shlex.split(chosen.engine_arguments), *KINDS[chosen.model]]
     machine = about(arguments)
     devices = devices_of([side for side in SIDES if any(side in pair for pair in directions)], len(machine["gpus"]))
     mode = f"{chosen.directions} {'mps' if chosen.mps else 'time-sliced'}"
+    mode += "" if chosen.model == DENSE else f" {chosen.model}"
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-vllm-")))
         logs = chosen.logs or directory
         logs.mkdir(parents=True, exist_ok=True)
-        model = make_model(directory, os.environ.get(PYTHON, sys.executable), os.environ.get(PATH, ""))
+        model = make_model(directory, os.environ.get(PYTHON, sys.executable), os.environ.get(PATH, ""), chosen.model)
         variables = stack.enter_context(mps(directory / "mps", logs, wanted=chosen.mps))
         begin_s = time.monotonic()
         scenes = [
@@ -477,7 +496,8 @@ def line_of(row: Mapping[str, Any]) -> str:
     text += f"  after prefill {row['after_prefill']['p50_ms']:8.1f} ({row['after_prefill']['p99_ms']:8.1f})"
     if "all_s" in row:
         text += f"  {row['requests_per_s']:6.1f}/s  step {row['step']['p50_ms']:6.1f}  {row['processor_s']}"
-    return text + f"  other tokens {row['other_tokens']}"
+    text += f"  other tokens {row['other_tokens']}"
+    return text + (f"  unlike alone {row['unlike_alone']}" if "unlike_alone" in row else "")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class ZeroingConnector(LongshoreConnector):
         if not self._keep.is_dir() or not any(pages):
             return
         kept = {
-            f"{name}.{index}": tensor[blocks].float().numpy()
+            f"{name}.{index}": tensor[blocks].float().cpu().numpy()
             for layers, blocks in zip(self._layers, pages, strict=True)
             for name, tensors in layers.items()
             for index, tensor in enumerate(tensors)

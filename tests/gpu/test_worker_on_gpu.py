@@ -91,7 +91,7 @@ def test_pages_on_gpus_are_moved_staged_and_equal(
             near = [(7 * page + turn) % 160 for page in range(-(-tokens // 16))]
             far = [800 // page_size * turn + page for page in range(-(-tokens // page_size))]
             together(prefill, "fill", seed=room % 97, tokens=tokens, pages=near)
-            together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens)
+            together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens, digest=turn > 0)
             together(prefill, "send", room=room, pages=near, tokens=tokens, chunk=256)
             for kind, text, _ in together(decode, "wait", room=room, half="TARGET", instance="prefill"):
                 assert kind == "DONE", text
