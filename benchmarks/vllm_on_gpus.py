@@ -67,7 +67,8 @@ FIRST_PORT = 18_000
 # A dense model; K and V and the states of gated delta rules; latents.
 KINDS = {
     DENSE: (),
-    "gdn": (),
+    # vLLM's other backend for their prompts compiles a package at its first use.
+    "gdn": ("--gdn-prefill-backend", "triton"),
     # vLLM's other backends for latents need more of its compiled modules.
     "mla": ("--attention-backend", "TRITON_MLA"),
 }

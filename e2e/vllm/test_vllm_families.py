@@ -351,8 +351,8 @@ def gated(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Scene]]:
     model = tiny_model.make_gated(tmp_path_factory.mktemp("model"), 4)
-    # vLLM has these kernels for bfloat16 alone on CPUs.
-    extra = (*STATEFUL, "--dtype", "bfloat16")
+    # vLLM has these kernels for bfloat16 alone on CPUs, and on GPUs others that compile a package at their first use.
+    extra = (*STATEFUL, "--dtype", "bfloat16", *(("--gdn-prefill-backend", "triton") if DEVICES else ()))
     order = "DS" if request.param == "DS" else "SD"
     environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order}
     if request.param == "MTP":
