@@ -9,7 +9,7 @@ last token over blocks that nobody wrote. "MooncakeConnector" is vLLM's, over CU
 named. Its router names each prompt, and so can give it to both engines at once.
 
 `alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
-tokens of all connectors are compared, also with those of decode's engine alone, which rounds otherwise. `loads`: fixed traces of prompts and answers of mixed length, with some number at
+tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
 once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. A connector that does not
 answer a prompt is left out from then on, and `failed` says why. `memory`: of each
 worker of an agent, by nvidia-smi, before the first prompt.
@@ -49,7 +49,6 @@ from vllm_gpu_scenes import CONNECTORS, FLOOR, NIXL, OTHER, OTHER_TREE, OURS, PA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
-from engines import tokens_of as answered
 from scene import TO_PREFILL
 
 DEFAULT_CONNECTORS = (*OURS, NIXL, FLOOR)
@@ -207,7 +206,6 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
     # The first prompt connects peers, and vLLM compiles kernels for it.
     first, *moved = [[router.move(ask) for _, _, router in ways] for ask in asks]
     right = reference([name for name, _, _ in ways])
-    own = [tokens_alone(scenes[0], target, ask) for ask in asks[1:]]
     return [
         {
             "direction": f"{source}->{target}",
@@ -219,16 +217,9 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
             "first_prompt_ms": first[index].milliseconds(),
             "samples_ms": [each[index].milliseconds() for each in moved],
             "other_tokens": sum(each[index].tokens != each[right].tokens for each in moved),
-            "unlike_alone": sum(each[index].tokens != tokens for each, tokens in zip(moved, own, strict=True)),
         }
         for index, (name, kind, _) in enumerate(ways)
     ]
-
-
-def tokens_alone(scene: Scene, target: str, ask: Ask) -> list[int]:
-    """Return what decode's engine answers to a prompt that it computes itself."""
-    answer = scene.engines[target].complete(ask.prompt, ask.new_tokens)
-    return answered(answer)
 
 
 def reference(names: Sequence[str]) -> int:
@@ -497,8 +488,7 @@ def line_of(row: Mapping[str, Any]) -> str:
     text += f"  after prefill {row['after_prefill']['p50_ms']:8.1f} ({row['after_prefill']['p99_ms']:8.1f})"
     if "all_s" in row:
         text += f"  {row['requests_per_s']:6.1f}/s  step {row['step']['p50_ms']:6.1f}  {row['processor_s']}"
-    text += f"  other tokens {row['other_tokens']}"
-    return text + (f"  unlike alone {row['unlike_alone']}" if "unlike_alone" in row else "")
+    return text + f"  other tokens {row['other_tokens']}"
 
 
 if __name__ == "__main__":
