@@ -21,6 +21,7 @@ RECORD_VARIABLE = "E2E_RECORD"
 # What tests of several families show. Engines on CPUs that round differently answer one prompt differently, also alone.
 TOKENS_EQUAL = "tokens equal those of one engine alone, and differ if what moved is zeroed"
 BYTES_EQUAL = "each byte is equal, and tokens differ if what moved is zeroed"
+TOKENS_AND_BYTES = "tokens equal those of one engine alone, and each byte is equal"
 _KEYS = ("engine", "family", "moves", "shows", "on")
 _SIZES = re.compile(r"([tp]p\d+)-(?:decode-)?([tp]p\d+)", re.IGNORECASE)
 

@@ -31,6 +31,9 @@ POSITIONAL = 64
 STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
 GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
 EXPERTS, EXPERT = 4, 128
+# Layers whose hidden states EAGLE-3 reads.
+EAGLE_LAYERS = [1, 2, 3]
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Ends of the names of weights that are no matrix of a module.
 _BARE = ("bias", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
 # Tokens that a layer with a state convolves.
@@ -70,6 +73,31 @@ def make(directory: Path, kv_heads: int) -> TinyModel:
     path = directory / f"qwen3-{kv_heads}-kv-heads"
     sizes = _sizes(kv_heads)
     return _write(path, kv_heads, _config(kv_heads), _weights(sizes, [_attention(sizes, kv_heads)] * LAYERS))
+
+
+def make_eagle(directory: Path, kv_heads: int, version: int) -> TinyModel:
+    """Write a layer that drafts for the model of `make` by its hidden states, by EAGLE or EAGLE-3, and return it."""
+    sizes, inputs = _sizes(kv_heads), {1: 1, 3: 2}[version]
+    layer = {
+        name: (shape[0], inputs * shape[1]) if name in _PROJECTIONS else shape
+        for name, shape in _attention(sizes, kv_heads).items()
+        if len(shape) > 1
+    }
+    layer |= {"hidden_norm": (HIDDEN,)} if version > 1 else {}
+    weights = _weights(sizes, [layer], {"model.layers.0.": "midlayer." if version > 1 else "layers.0.", "model.": ""})
+    own = {"embed_tokens.weight"} if version > 1 else {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    weights = {name: value for name, value in weights.items() if name not in own | {"layers.0.input_layernorm.weight"}}
+    generator = np.random.default_rng(SEED)
+    features = {1: 2, 3: len(EAGLE_LAYERS)}[version] * HIDDEN
+    weights["fc.weight"] = (generator.standard_normal((HIDDEN, features)) * WEIGHT_DEVIATION).astype(np.float32)
+    config = _config(kv_heads) | {
+        "architectures": ["LlamaForCausalLMEagle3" if version > 1 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": sizes.vocabulary,
+        "eagle_aux_hidden_state_layer_ids": EAGLE_LAYERS,
+    }
+    return _write(directory / f"eagle-{version}", kv_heads, config, weights)
 
 
 def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:

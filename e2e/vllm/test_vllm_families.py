@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 from controlplane.waiting import until
 from engines import DEVICES, Engine, Nursery, Prompt, tokens_of
-from families import BYTES_EQUAL, TOKENS_EQUAL
+from families import BYTES_EQUAL, TOKENS_AND_BYTES, TOKENS_EQUAL
 from prompts import (
     AT_ONCE,
     NEW_TOKENS,
@@ -176,6 +176,54 @@ def test_tokens_of_engines_that_draft_equal_those_of_one_alone_and_the_drafts_kv
             assert accepted_share(engines[target], lambda: move(telling)) < share / 2
         finally:
             scene.zero.unlink()
+    check_nothing_is_lent(scene, 60)
+
+
+EAGLES = [
+    pytest.param(
+        version,
+        id=name,
+        marks=pytest.mark.family(
+            f"speculative decoding by {title}", "K and V, of the draft's layer, too", TOKENS_AND_BYTES
+        ),
+    )
+    for version, name, title in ((1, "eagle", "EAGLE"), (3, "eagle3", "EAGLE-3"))
+]
+
+
+@pytest.fixture(scope="module", params=EAGLES)
+def reading_states(
+    request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    draft = tiny_model.make_eagle(tmp_path_factory.mktemp("draft"), 4, request.param)
+    method = "eagle3" if request.param > 1 else "eagle"
+    config = {"method": method, "model": str(draft.path), "num_speculative_tokens": DRAFTED}
+    extra = ("--speculative-config", json.dumps(config))
+    with Scene(nursery, model, [Side(WIDE, 2, extra=extra), Side(SINGLE, 1, extra=extra)], digest=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_the_layer_of_an_eagle_moves_byte_for_byte_and_tokens_equal_those_of_one_engine_alone(
+    reading_states: Scene, alone: Oracle, keep: list[Scene], source: str, target: str
+) -> None:
+    """Its weights are random, so that hardly a draft is accepted. So the bytes show that its K and V came."""
+    scene = reading_states
+    for engine in scene.engines.values():
+        engine.forget_prefixes()
+    answers = at_once(
+        lambda prompt: generate(scene.engines[source], scene.engines[target], prompt, NEW_TOKENS), PROMPTS
+    )
+    assert dict(zip(map(len, PROMPTS), answers, strict=True)) == {len(prompt): alone(prompt) for prompt in PROMPTS}
+    for engine in scene.engines.values():
+        engine.forget_prefixes()
+    scene.keep.mkdir()
+    keep.append(scene)
+    for room in move_and_keep(scene, source, target, PROMPTS):
+        offered, received = kept_by_both(scene, room, source, target)
+        assert len(offered[0]) == tiny_model.LAYERS + 1
+        for part in offered[0]:
+            assert have_equal_heads(offered, received, part)
     check_nothing_is_lent(scene, 60)
 
 

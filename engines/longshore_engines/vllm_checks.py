@@ -39,9 +39,9 @@ PAGE_FORMATS = {
     "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
-# Ways of speculative decoding: one without layers, a small model, and layers of the model itself.
+# Ways of speculative decoding: one without layers, a small model, layers of the model itself, and layers that read its states.
 NGRAM = "ngram"
-SPECULATIVE_METHODS = frozenset({NGRAM, "draft_model", "mtp"})
+SPECULATIVE_METHODS = frozenset({NGRAM, "draft_model", "mtp", "eagle", "eagle3"})
 
 
 class Setting(NamedTuple):
