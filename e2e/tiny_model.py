@@ -33,6 +33,7 @@ GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
 EXPERTS, EXPERT = 4, 128
 # Layers whose hidden states EAGLE-3 reads.
 EAGLE_LAYERS = [1, 2, 3]
+ADAPTER_RANK = 8
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Ends of the names of weights that are no matrix of a module.
 _BARE = ("bias", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
@@ -98,6 +99,32 @@ def make_eagle(directory: Path, kv_heads: int, version: int) -> TinyModel:
         "eagle_aux_hidden_state_layer_ids": EAGLE_LAYERS,
     }
     return _write(directory / f"eagle-{version}", kv_heads, config, weights)
+
+
+def make_adapter(directory: Path, kv_heads: int) -> Path:
+    """Write a LoRA adapter for the model of `make` below `directory`, as PEFT does, and return its folder."""
+    sizes, generator = _sizes(kv_heads), np.random.default_rng(SEED + 1)
+    modules = {name: _attention(sizes, kv_heads)[name] for name in _PROJECTIONS}
+    weights: dict[str, np.ndarray] = {}
+    for layer in range(LAYERS):
+        for name, (outputs, inputs) in modules.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}.lora_"
+            for part, shape in (("A", (ADAPTER_RANK, inputs)), ("B", (outputs, ADAPTER_RANK))):
+                matrix = generator.standard_normal(shape) * WEIGHT_DEVIATION
+                weights[f"{stem}{part}.weight"] = matrix.astype(np.float32)
+    path = directory / "adapter"
+    path.mkdir(parents=True)
+    names = [name.rpartition(".")[2] for name in modules]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_RANK,
+        "bias": "none",
+    }
+    _write_json(path / "adapter_config.json", config | {"target_modules": names})
+    _write_weights(path / "adapter_model.safetensors", weights)
+    return path
 
 
 def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tiny_model
@@ -24,7 +25,7 @@ from prompts import (
     at_once,
     random_prompt,
 )
-from scene import Scene, Side, check_nothing_is_lent, generate, prefill
+from scene import TO_PREFILL, Scene, Side, check_nothing_is_lent, generate, prefill
 from tiny_model import TinyModel
 
 from longshore_engines.handover import handover_of
@@ -225,6 +226,58 @@ def test_the_layer_of_an_eagle_moves_byte_for_byte_and_tokens_equal_those_of_one
         for part in offered[0]:
             assert have_equal_heads(offered, received, part)
     check_nothing_is_lent(scene, 60)
+
+
+# -- LoRA adapters: K and V of one prompt differ by adapter ------------------------------------------------------------------
+
+ADAPTER = {"model": "adapter"}
+
+
+@pytest.fixture(scope="module")
+def adapted(nursery: Nursery, model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    path = tiny_model.make_adapter(tmp_path_factory.mktemp("adapter"), 4)
+    extra = ("--enable-lora", "--max-lora-rank", str(tiny_model.ADAPTER_RANK))
+    extra += ("--lora-modules", f"{ADAPTER['model']}={path}")
+    with Scene(nursery, model, [Side(WIDE, 2, extra=extra), Side(SINGLE, 1, extra=extra)], digest=True) as running:
+        yield running
+
+
+@pytest.mark.family("LoRA adapters", "K and V of the adapter that a request names", TOKENS_EQUAL)
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_a_prompt_moves_with_its_adapter_and_to_no_request_of_another_one(
+    adapted: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    near, far = adapted.engines[source], adapted.engines[target]
+
+    def answered(engine: Engine, prompt: Prompt, handed: Mapping[str, object] | None = None) -> list[int]:
+        return tokens_of(engine.complete(prompt, NEW_TOKENS, handed, **ADAPTER))
+
+    def moved(prompt: Prompt) -> list[int]:
+        return answered(far, prompt, near.complete(prompt, 1, TO_PREFILL, **ADAPTER)["kv_transfer_params"])
+
+    by_adapter = [answered(adapted.engines[SINGLE], prompt) for prompt in PROMPTS]
+    assert [one for one, prompt in zip(by_adapter, PROMPTS, strict=True) if one == alone(prompt)] == []
+    for engine in (near, far):
+        engine.forget_prefixes()
+    assert at_once(moved, PROMPTS) == by_adapter
+    assert at_once(lambda prompt: generate(near, far, prompt, NEW_TOKENS), PROMPTS) == [alone(each) for each in PROMPTS]
+    for engine in (near, far):
+        engine.forget_prefixes()
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    adapted.zero.touch()
+    try:
+        assert [
+            one for one, right in zip(at_once(moved, telling), by_adapter[-len(telling) :], strict=True) if one == right
+        ] == []
+    finally:
+        adapted.zero.unlink()
+    for engine in (near, far):
+        engine.forget_prefixes()
+    handed = near.complete(PROMPTS[-1], 1, TO_PREFILL, **ADAPTER)["kv_transfer_params"]
+    with pytest.raises(httpx.HTTPStatusError):
+        far.complete(PROMPTS[-1], NEW_TOKENS, handed)
+    assert answered(far, PROMPTS[-1], handed) == by_adapter[-1]
+    check_nothing_is_lent(adapted, 60)
 
 
 # -- MLA: engines of unequal TP on CPUs answer one prompt differently, also alone, so that the bytes are compared ------------
