@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+import struct
+import subprocess
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 import pytest
 import tiny_model
 from controlplane.waiting import until
-from engines import DEVICES, Engine, Nursery, Prompt, tokens_of
+from engines import DEVICES, Engine, Nursery, Prompt, body, tokens_of
 from families import BYTES_EQUAL, TOKENS_AND_BYTES, TOKENS_EQUAL
 from prompts import (
     AT_ONCE,
@@ -278,6 +283,86 @@ def test_a_prompt_moves_with_its_adapter_and_to_no_request_of_another_one(
         far.complete(PROMPTS[-1], NEW_TOKENS, handed)
     assert answered(far, PROMPTS[-1], handed) == by_adapter[-1]
     check_nothing_is_lent(adapted, 60)
+
+
+# -- images: K and V of one text differ by what is seen in it ---------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A text with an image in its middle, as messages of a chat."""
+
+    seed: int
+
+    def messages(self) -> list[dict[str, object]]:
+        """Return the messages; only the image depends on the seed."""
+        words = [f"w{number} " for number in random_prompt(7, 90) if number >= 10]
+        image = {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(self.png()).decode()}"},
+        }
+        texts = [{"type": "text", "text": "".join(part)} for part in (words[:40], words[40:])]
+        return [{"role": "user", "content": [texts[0], image, texts[1]]}]
+
+    def png(self) -> bytes:
+        """Return a random image of 56 x 56 pixels."""
+        lines = np.random.default_rng(self.seed).integers(0, 256, (56, 1 + 3 * 56), dtype=np.uint8)
+        lines[:, 0] = 0  # no filter
+        head = struct.pack(">IIBBBBB", 56, 56, 8, 2, 0, 0, 0)
+        found = b"\x89PNG\r\n\x1a\n"
+        for name, data in ((b"IHDR", head), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")):
+            found += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return found
+
+
+def chat(engine: Engine, seen: Seen, max_tokens: int, transfer: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Return the response to a chat. Raises httpx.HTTPError unless it succeeds."""
+    wanted = body(Prompt(), max_tokens, transfer, messages=seen.messages())
+    del wanted["prompt"]
+    found: dict[str, Any] = engine.http.post("/v1/chat/completions", json=wanted).raise_for_status().json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def seeing(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    path = tmp_path_factory.mktemp("model") / "llava"
+    program = Path(__file__).with_name("image_model.py")
+    subprocess.run([nursery.venv / "bin" / "python", program, path], check=True, timeout=120)
+    with Scene(nursery, TinyModel(path, 4), [Side(WIDE, 2), Side(SINGLE, 1)], digest=True) as running:
+        yield running
+
+
+@pytest.mark.family("LLaVA (images in prompts)", "K and V of the text with its images", TOKENS_EQUAL)
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_a_prompt_moves_with_its_images_and_to_no_request_with_other_ones(
+    seeing: Scene, source: str, target: str
+) -> None:
+    near, far = seeing.engines[source], seeing.engines[target]
+    seen = [Seen(seed) for seed in range(4)]
+
+    def handed(each: Seen) -> Mapping[str, object]:
+        found: Mapping[str, object] = chat(near, each, 1, TO_PREFILL)["kv_transfer_params"]
+        return found
+
+    def moved() -> list[list[int]]:
+        for engine in (near, far):
+            engine.forget_prefixes()
+        return [tokens_of(chat(far, each, NEW_TOKENS, handed(each))) for each in seen]
+
+    alone = [tokens_of(chat(seeing.engines[SINGLE], each, NEW_TOKENS)) for each in seen]
+    assert len(set(map(tuple, alone))) == len(seen)
+    assert moved() == alone
+    seeing.zero.touch()
+    try:
+        assert [one for one, right in zip(moved(), alone, strict=True) if one == right] == []
+    finally:
+        seeing.zero.unlink()
+    for engine in (near, far):
+        engine.forget_prefixes()
+    first = handed(seen[0])
+    with pytest.raises(httpx.HTTPStatusError):
+        chat(far, seen[1], NEW_TOKENS, first)
+    assert tokens_of(chat(far, seen[0], NEW_TOKENS, first)) == alone[0]
+    check_nothing_is_lent(seeing, 60)
 
 
 # -- MLA: engines of unequal TP on CPUs answer one prompt differently, also alone, so that the bytes are compared ------------
