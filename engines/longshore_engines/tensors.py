@@ -21,7 +21,7 @@ from longshore_client.errors import ArgumentError
 from longshore_client.memory import CPUTensor, torch_region
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane, PlaneGeometry, PoolGeometry
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _DIMENSIONS = ("block", "head", "token", "content")
@@ -88,6 +88,45 @@ class SlotCache(NamedTuple):
 
     tensors: Sequence[KVTensor]
     layout: KVLayout
+
+
+# Of what a layer keeps of a sequence: the last tokens' channels, which it convolves, and its recurrent state.
+CONV, SSM = "conv", "ssm"
+
+
+def state_slots(
+    conv: Sequence[KVTensor],
+    states: Sequence[KVTensor],
+    sections: Sequence[tuple[int, int]],
+    parallel: Parallel,
+    page_layers: int,
+    *,
+    is_dim_first: bool,
+) -> list[SlotCache]:
+    """Return the caches of recurrent states.
+
+    Args:
+        conv: of each local layer [blocks, rows, channels], or [blocks, channels, rows] with `is_dim_first`.
+        states: of each local layer [blocks, heads, ...].
+        sections: of the channels of all ranks, heads and channels of each.
+        page_layers: layers of which one page of a slot has the states.
+    """
+    rows = conv[0].shape[2 if is_dim_first else 1]
+    size, state_size = conv[0].element_size(), states[0].element_size()
+    planes = tuple(
+        Plane(heads, width * rows * size) if is_dim_first else Plane(heads, width * size, rows)
+        for heads, width in sections
+    )
+    heads, *inner = states[0].shape[1:]
+    state = Plane(heads * parallel.tp, math.prod(inner) * state_size)
+
+    def layout(name: str, own: tuple[Plane, ...], element_bytes: int) -> KVLayout:
+        return KVLayout(ModelShape(len(conv), own, element_bytes), parallel, page_layers, PageOrder.SLOT, name=name)
+
+    return [
+        SlotCache(conv, layout(CONV, planes, size)),
+        SlotCache(states, layout(SSM, (state,), state_size)),
+    ]
 
 
 class SharedCaches(NamedTuple):
@@ -211,12 +250,13 @@ def _slot_part(slot: SlotCache) -> _Part:
     return _Part(slot.tensors, layout, first.shape[0], planes)
 
 
-def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCaches:
+def share_rows(tensors: Sequence[KVTensor], layout: KVLayout, slots: Sequence[SlotCache] = ()) -> SharedCaches:
     """Share tensors that have a row for each token, as `share` does: page p is the rows from p * page_size on.
 
     Args:
         tensors: each [tokens, heads, elements] without gaps; K of each local layer, then V of each, as `PoolGeometry`
             has its planes. For Attention.LATENT one a layer.
+        slots: further caches.
     Raises:
         LayoutError, ArgumentError: this layout cannot describe the tensors, or the memory cannot be shared.
     """
@@ -241,7 +281,7 @@ def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCaches:
             PlaneGeometry(each.region, each.offset, page_size * row_bytes, row_bytes, head_bytes) for each in blocks
         )
 
-    return _shared([_Part(tensors, layout, tensors[0].shape[0] // page_size, planes)])
+    return _shared([_Part(tensors, layout, tensors[0].shape[0] // page_size, planes), *map(_slot_part, slots)])
 
 
 class _Part(NamedTuple):

@@ -7,7 +7,6 @@ overlay each other in one allocation, in which a page belongs to one group at a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,21 @@ from longshore_client.errors import ArgumentError
 from longshore_engines.handover import token_content
 from longshore_engines.requests import PageGroup
 from longshore_engines.rooms import CacheGroups
-from longshore_engines.tensors import CacheShape, KVTensor, PageFormat, SharedCaches, SlotCache, layer_number, share
+from longshore_engines.tensors import (
+    CacheShape,
+    KVTensor,
+    PageFormat,
+    SharedCaches,
+    SlotCache,
+    layer_number,
+    share,
+    state_slots,
+)
 from longshore_engines.vllm_checks import page_format
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane
+from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
-DRAFT, CONV, SSM = "draft", "conv", "ssm"
+DRAFT = "draft"
 # The kinds of vLLM's specs that were tried, by their class.
 _KINDS = {
     "FullAttentionSpec": _FULL,
@@ -312,33 +320,13 @@ def _slots(
     names = [name for group in by_group for name in group]
     spec = next(specs_of(group)[names[0]] for group in groups if names[0] in group.layer_names)
     conv, state = ([states[name][part] for name in names] for part in range(2))
-    rows, channels = conv[0].shape[1:]
-    if is_dim_first:
-        rows, channels = channels, rows
+    channels = conv[0].shape[1 if is_dim_first else 2]
     config = vllm_config.model_config.hf_text_config
     sections = list(_SECTIONS[spec.mamba_type.name](channels, state[0].shape[1:], parallel.tp, config))
-    size = conv[0].element_size()
-    planes = tuple(
-        Plane(heads, width * rows * size) if is_dim_first else Plane(heads, width * size, rows)
-        for heads, width in sections
-    )
-    heads, *inner = state[0].shape[1:]
-    state_size = state[0].element_size()
-    page_layers = counts[0] if is_even else 1
-
-    def layout(name: str, own: tuple[Plane, ...], element_bytes: int) -> KVLayout:
-        return KVLayout(ModelShape(len(names), own, element_bytes), parallel, page_layers, PageOrder.SLOT, name=name)
-
     order = "DS" if is_dim_first else "SD"
     text = (
         f"states of {spec.mamba_type.name} in groups of {', '.join(map(str, counts))}: conv {order} {conv[0].dtype}, "
         f"ssm {state[0].dtype}"
     )
-    return (
-        [
-            SlotCache(conv, layout(CONV, planes, size)),
-            SlotCache(state, layout(SSM, (Plane(heads * parallel.tp, math.prod(inner) * state_size),), state_size)),
-        ],
-        (1,) * len(counts) if is_even else tuple(counts),
-        [text],
-    )
+    slots = state_slots(conv, state, sections, parallel, counts[0] if is_even else 1, is_dim_first=is_dim_first)
+    return slots, (1,) * len(counts) if is_even else tuple(counts), [text]

@@ -78,8 +78,8 @@ def test_models_with_one_group_of_layers_are_served(changes):
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         (
-            {"speculative": SimpleNamespace(method="eagle")},
-            "method is 'eagle': only draft_model, mtp, ngram were tried",
+            {"speculative": SimpleNamespace(method="medusa")},
+            "method is 'medusa': only draft_model, eagle, eagle3, mtp, ngram were tried",
         ),
         (
             {"speculative": SimpleNamespace(method="draft_model", draft_tensor_parallel_size=1)},
