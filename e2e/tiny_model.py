@@ -317,7 +317,7 @@ def _gated_config(kv_heads: int) -> dict[str, object]:
         "linear_key_head_dim": GATED_HEAD_DIM,
         "linear_value_head_dim": GATED_HEAD_DIM,
         "linear_conv_kernel_dim": CONV,
-        "partial_rotary_factor": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "mtp_num_hidden_layers": 1,
     }
 

@@ -38,7 +38,9 @@ NIXL_VARIABLE = "E2E_SGLANG_NIXL"
 # The same for `sglang_latent`.
 LATENT_VARIABLE = "E2E_SGLANG_LATENT"
 END_LIMIT_S = 120.0
-TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_latent")
+# The same for `sglang_gated`.
+GATED_VARIABLE = "E2E_SGLANG_GATED"
+TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_latent", "sglang_gated")
 
 
 @dataclass(frozen=True)

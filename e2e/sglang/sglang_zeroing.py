@@ -24,12 +24,15 @@ def register() -> None:
 def _look(original: Any, receiver: Any) -> Any:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    from longshore_engines.sglang_pools import _tensors, found_pool
-
     found = original(receiver)
     if found[0] == KVPoll.Success and Path(os.environ[SWITCH]).exists():
-        args = receiver.kv_mgr.kv_args
-        for tensor in _tensors(found_pool(args.kv_data_ptrs)):
-            for page in receiver._pages:
-                tensor[page * args.page_size : (page + 1) * args.page_size] = 0
+        manager = receiver.kv_mgr
+        pages = {each.cache: each.pages for each in receiver._others}
+        named = [(manager.pools.kv, receiver._pages), *((pool, pages[1]) for pool in manager.pools.others)]
+        for pool, own in named:
+            # Of a slot each tensor has one row.
+            rows = 1 if hasattr(pool, "mamba_cache") else manager.kv_args.page_size
+            for tensor in type(manager.pools)(pool).tensors:
+                for page in own:
+                    tensor[page * rows : (page + 1) * rows] = 0
     return found

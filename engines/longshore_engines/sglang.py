@@ -46,7 +46,7 @@ def register() -> None:
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
     of_version = {
         V0_5_16: ((_aborted, before),),
-        V0_5_23: ((_release_waits, after),),
+        V0_5_23: ((_release_waits, after), (_shared, after)),
     }
     hooks = (
         (_kv_class, around),
@@ -87,7 +87,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     }[class_type.name]
 
 
-def _shared(_result: Any, pool: Any) -> None:
+def _shared(_result: Any, pool: Any, *_arguments: Any, **_named: Any) -> None:
     """Move the memory of a new pool, before SGLang takes pointers to it."""
     if _is_ours():
         share_early(pool)

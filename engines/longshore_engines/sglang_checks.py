@@ -25,9 +25,14 @@ HOOKED = (
 )
 # And more of each version. 0.5.16 does not tell senders that their waiting prompt was aborted.
 HOOKED_BY_VERSION = {
-    V0_5_23: ("sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",),
+    V0_5_23: (
+        "sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",
+        "sglang.srt.mem_cache.memory_pool:MambaPool.__init__",
+    ),
     V0_5_16: ("sglang.srt.managers.scheduler:Scheduler.abort_request",),
 }
+# SGLang's names of what a model keeps beside K and V of all tokens, which is moved: recurrent states and windows.
+STATE_KINDS = ("mamba", "swa")
 _FLAG = "--disaggregation-transfer-backend"
 # SGLang allocates its metadata on the GPU if this is set.
 _METADATA_VARIABLE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
@@ -59,11 +64,15 @@ def check_hooks(targets: Mapping[str, Any]) -> None:
 
 def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Mapping[str, str]) -> None:
     """Raise ArgumentError if the connector cannot move this kind of cache; names the kind and the remedy."""
-    if kv_args.state_types:
-        kinds = ", ".join(getattr(kind, "value", str(kind)) for kind in kv_args.state_types)
+    kinds = [getattr(kind, "value", str(kind)) for kind in kv_args.state_types]
+    if unknown := [kind for kind in kinds if kind not in STATE_KINDS]:
         raise ArgumentError(
-            f"the model keeps state of the kind {kinds} beside its KV (hybrid or windowed attention, scales): only one "
-            "KV pool is moved; use a model with plain attention"
+            f"the model keeps state of the kind {', '.join(unknown)} beside its KV: only {' and '.join(STATE_KINDS)} are moved"
+        )
+    if kinds and parallel.pp_size > 1:
+        raise ArgumentError(
+            f"the pipeline parallel size is {parallel.pp_size}, and the model keeps state of the kind {', '.join(kinds)}, which is "
+            "moved only without stages; use 1"
         )
     # 0.5.16 has neither draft entries nor the two options below that are read in this way.
     if getattr(kv_args, "num_draft_entries", 0) or server_args.speculative_algorithm is not None:
@@ -98,7 +107,10 @@ def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Map
 
 
 def check_pool(pool: Any) -> None:
-    """Raise ArgumentError if a pool's pages are not [token, head, element] with K and V alike, or MLA's latents."""
+    """Raise ArgumentError if a pool's pages are not [token, head, element] with K and V alike, MLA's latents, or known states."""
+    if hasattr(pool, "mamba_cache"):
+        _check_states(pool)
+        return
     if not hasattr(pool, "k_buffer"):
         return
     if pool.kv_cache_layout != "nhd":
@@ -110,4 +122,19 @@ def check_pool(pool: Any) -> None:
         raise ArgumentError(
             f"a head has {pool.head_dim} elements in K and {pool.v_head_dim} in V: only models with as many in both are "
             "moved"
+        )
+
+
+def _check_states(pool: Any) -> None:
+    cache = pool.mamba_cache
+    known = {"conv", "temporal"}
+    more = [name for name, value in vars(cache).items() if value is not None and name not in known]
+    if more or pool._slot_siblings:  # noqa: SLF001 -- as SGLang's own backends
+        raise ArgumentError(
+            f"recurrent states have further parts ({', '.join(more) or 'siblings'}), which are not moved: start without "
+            "--enable-linear-replayssm"
+        )
+    if pool.conv_shard_groups is None or pool.conv_slice_axis != 0 or len(cache.conv) != 1 or cache.temporal.ndim != 5:  # noqa: PLR2004
+        raise ArgumentError(
+            "the model's recurrent states are not those of gated delta rules (as in Qwen3-Next and Qwen3.5): others are not moved"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from longshore_client.arguments import CacheTokens
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
@@ -89,6 +90,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self._has_first_token = False
         self._has_left = False
         self._pages: list[int] = []
+        self._others: list[CacheTokens] = []
         self._first_token = 0
         self._aux_index = 0
         self._asked_s = 0.0
@@ -133,10 +135,10 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self,
         kv_indices: Any,
         aux_index: int | None = None,
-        state_indices: Any = None,  # noqa: ARG002 -- engines with such state are refused at start
+        state_indices: Any = None,
         decode_prefix_len: int | None = None,
         destination: Any = "device",
-        device_kv_indices: Any = None,  # noqa: ARG002 -- as above
+        device_kv_indices: Any = None,  # noqa: ARG002 -- of another destination
     ) -> None:
         """Ask prefill for the prompt, whose tokens after `decode_prefix_len` belong into these pages."""
         assert destination == "device"
@@ -146,6 +148,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
             self._conclude_failed(f"prefill at {self.bootstrap_addr} does not say where its ranks are")
             return
         self._pages, self._first_token, self._aux_index = kv_indices.tolist(), decode_prefix_len or 0, aux_index
+        page_size = self.kv_mgr.kv_args.page_size
+        self._others = self.kv_mgr.pools.state_tokens(state_indices or (), self.prompt_tokens, page_size)
         self.init_time = time.time()
         self._ask = self.kv_mgr.new_ask(self)
         self._asked_s = time.monotonic()
@@ -209,6 +213,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
                 self._first_token,
                 self.prompt_tokens,
                 binding=Binding(self._digest, capability),
+                others=self._others,
             )
         except ArgumentError as error:
             self.failure = str(error)

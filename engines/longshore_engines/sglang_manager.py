@@ -40,7 +40,7 @@ from longshore_engines.asks import (
 )
 from longshore_engines.halves import CallThread, Halves, OpenHalf
 from longshore_engines.sglang_checks import HOOKED, HOOKED_BY_VERSION, check_engine, check_hooks
-from longshore_engines.sglang_pools import content_of, found_pool, shared_pool, told_kv_heads
+from longshore_engines.sglang_pools import content_of, found_pools, shared_pools, told_kv_heads
 from longshore_engines.sglang_versions import ManagerBase, replicas
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import Parallel
@@ -57,6 +57,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
     """One rank's connection to its agent, and its messages to peers.
 
     Attributes:
+        pools: its memory.
         halves: its open rooms.
         content: meaning of a page's bytes, beyond the layout; equal on both sides.
         senders: at prefill, the senders of prompts that have not ended, by their rooms.
@@ -91,23 +92,24 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
             self._start_heartbeat_checker_thread()
 
     def _connect_agent(self, args: Any, place: Parallel, parallel: Any) -> None:
-        pool = found_pool(args.kv_data_ptrs)
+        self.pools = pools = found_pools(args)
         # SGLang tells prefill in its arguments. It does not for MLA, which does not need it.
         heads = getattr(args, "total_kv_head_num", 1) if self.is_source else told_kv_heads()
-        layers = parallel.pp_group.all_gather_object(pool.layer_num)
-        shared = shared_pool(pool, heads, layers, place, args.page_size)
+        layers = parallel.pp_group.all_gather_object(pools.kv.layer_num)
+        shared = shared_pools(pools, heads, layers, place, args.page_size)
         world = parallel.world_group
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
         role = Half.SOURCE if self.is_source else Half.TARGET
         try:
             self.client, _ = registered(None, instance, shared, (role,), CONNECT_LIMIT_S, _log)
-            self.client.register_pool(0, shared.geometries[0], shared.regions)
+            for cache, geometry in enumerate(shared.geometries):
+                self.client.register_pool(cache, geometry, shared.regions)
         finally:
             for region in shared.regions:
                 if isinstance(region, int):
                     os.close(region)
         self.on_device = shared.device != "cpu"
-        self.content = content_of(pool)
+        self.content = content_of(pools)
         # SGLang cannot compute at decode what prefill does not send, so it waits for an agent that restarts.
         self.halves = Halves(self.client, _log, waits_for_agent=True)
         self.halves.listen()

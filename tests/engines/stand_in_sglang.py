@@ -262,6 +262,10 @@ class HookedPool:
 
     _create_buffers_normal = _create_buffers
 
+    @hooked
+    def __init__(self):
+        pass
+
 
 WORLD: dict = {}
 
@@ -307,7 +311,9 @@ def content(version):
         "sglang.srt.disaggregation.decode": {"DecodePreallocQueue": Queue, "DecodeTransferQueue": Queue},
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": Queue},
         "sglang.srt.managers.scheduler": {"Scheduler": Queue},
-        "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": HookedPool, "MLATokenToKVPool": HookedPool},
+        "sglang.srt.mem_cache.memory_pool": dict.fromkeys(
+            ("MHATokenToKVPool", "MLATokenToKVPool", "MambaPool"), HookedPool
+        ),
         "sglang.srt.runtime_context": {"get_parallel": lambda: WORLD["parallel"], **options},
         "sglang.srt.utils.network": {
             "NetworkAddress": lambda host, port: SimpleNamespace(to_tcp=lambda: f"tcp://{host}:{port}", is_ipv6=False),

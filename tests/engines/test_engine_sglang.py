@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 import threading
 import time
@@ -37,6 +38,7 @@ from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed
 from longshore_engines.handover import Prompt, packed_handover
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, Receive, RegisterPool
+from longshore_wire.layout import Parallel
 
 ROWS = (b"12345678", b"abcd")
 
@@ -568,7 +570,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
         assert fake.WORLD["choices"] == ["longshore"]
-        assert len(fake.Hooks.registered) == 7
+        assert len(fake.Hooks.registered) == 8
         assert fake.Backend("longshore").value == "longshore"
         with pytest.raises(ValueError, match="unknown"):
             fake.Backend("unknown")
@@ -597,3 +599,43 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin._release_waits(None, queue)
         assert pool.k_buffer[0].is_shared()
         assert queue.deferred_kv_release_timeout == float("inf")
+
+
+def states_pool(tp, tp_rank):
+    """The pool of states of one rank: 2 layers, 5 slots, 4 heads of q and k of 32 channels and 8 of v of 16."""
+    channels = (2 * 4 * 32 + 8 * 16) // tp
+    cache = SimpleNamespace(
+        conv=[torch.zeros((2, 5, channels, 3), dtype=torch.bfloat16)], temporal=torch.zeros((2, 5, 8 // tp, 16, 32))
+    )
+    return SimpleNamespace(
+        mamba_cache=cache, _slot_siblings=(), conv_shard_groups=[128, 128, 128], conv_slice_axis=0, tp_rank=tp_rank
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_heads(tp):
+    kv = fake.Pool(4, torch)
+    pools = sglang_pools.Pools(kv, (states_pool(tp, 0),))
+    parallel = Parallel(tp=tp, tp_rank=0)
+    shared = sglang_pools.shared_pools(pools, HEADS * tp, [LAYERS], parallel, PAGE_TOKENS)
+    for region in shared.regions:
+        os.close(region)
+    names = [each.name for each in shared.layout.caches]
+    assert names == ["kv", "conv", "ssm"]
+    _, conv, ssm = shared.layout.caches
+    assert [(plane.heads, plane.row_bytes) for plane in conv.model.planes] == [(4, 192), (4, 192), (8, 96)]
+    assert [(plane.heads, plane.row_bytes) for plane in ssm.model.planes] == [(8, 16 * 32 * 4)]
+    assert {conv.page_size, ssm.page_size} == {2}
+    assert "gated delta rules" in sglang_pools.content_of(pools)
+
+
+def test_a_prompt_has_a_slot_of_states_and_the_last_pages_of_windows():
+    window = fake.Pool(4, torch)
+    pools = sglang_pools.Pools(fake.Pool(4, torch), (states_pool(1, 0), window))
+    slot, pages = [np.array(3)], np.array([7, 2], np.int32)
+    conv, ssm, windowed = pools.state_tokens([slot, pages], 14, PAGE_TOKENS)
+    assert [(each.cache, tuple(each.pages), each.first_token, each.end_token) for each in (conv, ssm, windowed)] == [
+        (1, (3,), 0, 14),
+        (2, (3,), 0, 14),
+        (3, (7, 2), 8, 14),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from longshore_client import ArgumentError
@@ -39,7 +40,8 @@ def test_a_plain_engine_is_served():
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"state_types": [SimpleNamespace(value="swa")]}, "swa"),
+        ({"state_types": [SimpleNamespace(value="swa"), SimpleNamespace(value="dsa")]}, "of the kind dsa"),
+        ({"state_types": [SimpleNamespace(value="mamba")], "pp_size": 2}, "pipeline parallel size is 2"),
         ({"num_draft_entries": 2}, "speculative"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"attn_cp_size": 2}, "attention context parallel size is 2"),
@@ -65,6 +67,30 @@ def test_other_layouts_of_a_pool_are_refused_by_name():
         check_pool(SimpleNamespace(**{**vars(plain), "kv_cache_layout": "hnd"}))
     with pytest.raises(ArgumentError, match="8 elements in K and 4 in V"):
         check_pool(SimpleNamespace(**{**vars(plain), "v_head_dim": 4}))
+
+
+def states(**changed):
+    """The pool of states of gated delta rules."""
+    cache = {"conv": [np.zeros((2, 5, 512, 3))], "temporal": np.zeros((2, 5, 4, 64, 32)), "replayssm_d": None}
+    names = {name: changed.pop(name) for name in list(changed) if name in ("conv", "temporal", "replayssm_d")}
+    plain = {"_slot_siblings": (), "conv_shard_groups": [128, 128, 256], "conv_slice_axis": 0}
+    return SimpleNamespace(mamba_cache=SimpleNamespace(**{**cache, **names}), **{**plain, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"conv_shard_groups": None}, "gated delta rules"),
+        ({"conv_slice_axis": 1}, "gated delta rules"),
+        ({"conv": [np.zeros(1)] * 3}, "gated delta rules"),
+        ({"replayssm_d": np.zeros(1)}, "replayssm_d"),
+        ({"_slot_siblings": (object(),)}, "siblings"),
+    ],
+)
+def test_states_of_other_kinds_are_refused_by_name(changed, named):
+    check_pool(states())
+    with pytest.raises(ArgumentError, match=named):
+        check_pool(states(**changed))
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "unknown"])

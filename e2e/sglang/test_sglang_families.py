@@ -1,0 +1,87 @@
+"""Families of models beyond K and V of equal layers with the real SGLang, each between engines of unequal TP and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tiny_model
+from families import TOKENS_EQUAL
+from sglang_engines import Nursery
+from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, PROMPTS, Oracle
+from sglang_scene import (
+    GATED_VARIABLE,
+    LATENT_VARIABLE,
+    Scene,
+    Side,
+    answers_at_once,
+    check_nothing_is_lent,
+    unchanged_by_zeroing,
+    write_plugins,
+)
+from tiny_model import TinyModel
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Family(NamedTuple):
+    """A model, what engines need for it, and the two sides."""
+
+    make: Callable[[Path], TinyModel]
+    prefill: Side
+    decode: Side
+    switches: Mapping[str, str] = {}
+
+
+WIDE, SINGLE = Side(2), Side(1, page_tokens=8)
+FAMILIES = {
+    "latents TP2-TP1": Family(tiny_model.make_latent, WIDE, SINGLE, {LATENT_VARIABLE: "1"}),
+    "windows TP2-TP1": Family(partial(tiny_model.make_windowed, kv_heads=4), WIDE, SINGLE),
+    "windows TP1-TP2": Family(partial(tiny_model.make_windowed, kv_heads=4), SINGLE, WIDE),
+    "states TP2-TP1": Family(partial(tiny_model.make_gated, kv_heads=4), WIDE, SINGLE, {GATED_VARIABLE: "1"}),
+    "states TP1-TP2": Family(partial(tiny_model.make_gated, kv_heads=4), SINGLE, WIDE, {GATED_VARIABLE: "1"}),
+}
+ROWS = {
+    "latents": ("DeepSeek V2 (MLA)", "latents"),
+    "windows": ("Gemma 3 (sliding windows)", "K and V, of windowed layers the end of the prompt"),
+    "states": ("Qwen3.5 (gated delta nets and attention)", "K and V; conv states by q, k and v; recurrent states"),
+}
+
+
+def _param(name: str) -> object:
+    kind, _, sizes = name.partition(" ")
+    row, moves = ROWS[kind]
+    return pytest.param(name, marks=pytest.mark.family(row, moves, TOKENS_EQUAL, sizes.replace("-", " → ")), id=name)
+
+
+@pytest.fixture(scope="module", params=list(map(_param, FAMILIES)))
+def family(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Scene, Oracle]]:
+    """Engines of the family, and the answers of one engine alone."""
+    make, prefill, decode, switches = FAMILIES[request.param]
+    model = make(tmp_path_factory.mktemp("model"))
+    plugins = write_plugins(tmp_path_factory.mktemp("plugins"))
+    alone = Oracle(nursery, model, PROMPTS, environment=switches, paths=(plugins,))
+    with Scene(
+        nursery, model, prefill, decode, agent_settings={"staging": "Auto", "digest": "true"}, environment=switches
+    ) as running:
+        yield running, alone
+
+
+def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
+    family: tuple[Scene, Oracle],
+) -> None:
+    scene, alone = family
+    answers = answers_at_once(scene, MANY_PROMPTS)
+    assert [answer.tokens for answer in answers] == [alone(prompt) for prompt in MANY_PROMPTS]
+    assert alone.first_logprob_error(MANY_PROMPTS, answers) < LOGPROB_ERROR_MAX
+    check_nothing_is_lent(scene)
+
+
+def test_with_what_moved_zeroed_the_tokens_of_every_telling_prompt_differ(family: tuple[Scene, Oracle]) -> None:
+    scene, alone = family
+    assert unchanged_by_zeroing(scene, alone) == []
