@@ -222,10 +222,10 @@ def answers_at_once(scene: Scene, prompts: Sequence[Prompt]) -> list[Answer]:
     return [answer_of(found) for found in at_once(scene, prompts, NEW_TOKENS, return_logprob=True)]
 
 
-def unchanged_by_zeroing(scene: Scene, alone: Oracle) -> list[int]:
-    """Zero received KV; return the lengths of the telling prompts whose tokens are still those of one engine alone."""
+def unchanged_by_zeroing(scene: Scene, alone: Oracle, what: str = "") -> list[int]:
+    """Zero what came, or a part of it; return the lengths of the telling prompts with the tokens of one engine alone."""
     telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
-    scene.zero.touch()
+    scene.zero.write_text(what)
     try:
         answers = at_once(scene, telling, NEW_TOKENS)
     finally:

@@ -13,6 +13,8 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 SWITCH = "E2E_SGLANG_ZERO"
+# The word in the file that limits it to recurrent states.
+STATE = "state"
 
 
 def register() -> None:
@@ -27,12 +29,12 @@ def _look(original: Any, receiver: Any) -> Any:
     found = original(receiver)
     if found[0] == KVPoll.Success and Path(os.environ[SWITCH]).exists():
         manager = receiver.kv_mgr
-        pages = {each.cache: each.pages for each in receiver._others}
-        named = [(manager.pools.kv, receiver._pages), *((pool, pages[1]) for pool in manager.pools.others)]
-        for pool, own in named:
-            # Of a slot each tensor has one row.
-            rows = 1 if hasattr(pool, "mamba_cache") else manager.kv_args.page_size
-            for tensor in type(manager.pools)(pool).tensors:
-                for page in own:
-                    tensor[page * rows : (page + 1) * rows] = 0
+        pools, rows = manager.pools, manager.kv_args.page_size
+        meant = [] if Path(os.environ[SWITCH]).read_text() == STATE else [(pools.kv, rows, receiver._pages)]
+        # Of a slot each tensor has one row.
+        meant += [(pool, 1, receiver._others[0].pages) for pool in pools.others]
+        for pool, count, pages in meant:
+            for tensor in type(pools)(pool).tensors:
+                for page in pages:
+                    tensor[page * count : (page + 1) * count] = 0
     return found

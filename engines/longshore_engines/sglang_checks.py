@@ -31,8 +31,8 @@ HOOKED_BY_VERSION = {
     ),
     V0_5_16: ("sglang.srt.managers.scheduler:Scheduler.abort_request",),
 }
-# SGLang's names of what a model keeps beside K and V of all tokens, which is moved: recurrent states and windows.
-STATE_KINDS = ("mamba", "swa")
+# SGLang's names of what a model keeps beside K and V of all tokens, which is moved: recurrent states.
+STATE_KINDS = ("mamba",)
 _FLAG = "--disaggregation-transfer-backend"
 # SGLang allocates its metadata on the GPU if this is set.
 _METADATA_VARIABLE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"

@@ -148,8 +148,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
             self._conclude_failed(f"prefill at {self.bootstrap_addr} does not say where its ranks are")
             return
         self._pages, self._first_token, self._aux_index = kv_indices.tolist(), decode_prefix_len or 0, aux_index
-        page_size = self.kv_mgr.kv_args.page_size
-        self._others = self.kv_mgr.pools.state_tokens(state_indices or (), self.prompt_tokens, page_size)
+        self._others = self.kv_mgr.pools.state_tokens(state_indices or (), self.prompt_tokens)
         self.init_time = time.time()
         self._ask = self.kv_mgr.new_ask(self)
         self._asked_s = time.monotonic()

@@ -16,7 +16,7 @@ from longshore_client.errors import ArgumentError
 from longshore_client.memory import torch_region
 from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
-from longshore_engines.tensors import SharedCaches, SlotCache, share_rows, state_slots
+from longshore_engines.tensors import CONV, SSM, SharedCaches, SlotCache, share_rows, state_slots
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 # The pools of this process whose memory was moved before SGLang took pointers. A model may have several.
@@ -56,7 +56,7 @@ class Pools(NamedTuple):
 
     Attributes:
         kv: of the layers that attend to all tokens.
-        others: those of SGLang's `state_types`, of windowed layers or of recurrent states.
+        others: those of SGLang's `state_types`, of recurrent states.
     """
 
     kv: Any
@@ -67,22 +67,19 @@ class Pools(NamedTuple):
         """The tensors of all pools."""
         return [tensor for pool in (self.kv, *self.others) for tensor in _tensors(pool)]
 
-    def state_tokens(self, named: Sequence[Any], end_token: int, page_size: int) -> list[CacheTokens]:
-        """Return what the caches beside that of `kv` have of a prompt, of which SGLang names a slot and the pages of windows.
+    def state_tokens(self, named: Sequence[Any], end_token: int) -> list[CacheTokens]:
+        """Return what the caches beside that of `kv` have of a prompt.
 
         Args:
-            named: of each of `others`, as SGLang gives it with the last chunk.
+            named: of each of `others` the prompt's slot, as SGLang gives it with the last chunk.
             end_token: length of the prompt.
         """
-        found: list[CacheTokens] = []
-        for pool, indices in zip(self.others, named, strict=True):
-            pages = tuple(int(index) for each in indices for index in each.reshape(-1))
-            if _is_states(pool):
-                found += [CacheTokens(len(found) + number, pages, 0, end_token) for number in (1, 2)]
-            else:
-                first_page = -(-end_token // page_size) - len(pages)
-                found.append(CacheTokens(len(found) + 1, pages, first_page * page_size, end_token))
-        return found
+        slots = [int(slot) for indices in named for each in indices for slot in each.reshape(-1)]
+        return [
+            CacheTokens(1 + 2 * number + part, (slot,), 0, end_token)
+            for number, slot in enumerate(slots)
+            for part in range(len((CONV, SSM)))
+        ]
 
 
 def found_pools(args: Any) -> Pools:
@@ -117,22 +114,14 @@ def shared_pools(
     Raises:
         LayoutError, ArgumentError: as `share_rows`.
     """
-
-    def layout(pool: Any, count: int, name: str) -> KVLayout:
-        first = _tensors(pool)[0]
-        width, size = first.shape[2], first.element_size()
-        model = ModelShape.latent(count, width, size)
-        if hasattr(pool, "k_buffer"):
-            model = ModelShape.kv(count, kv_heads, width, size)
-        stages = tuple(layers) if len(layers) > 1 else None
-        return KVLayout(model, parallel, page_size, stage_layers=stages, name=name)
-
-    rows = [(_tensors(pools.kv), layout(pools.kv, sum(layers), "kv"))]
+    tensors = _tensors(pools.kv)
+    width, size = tensors[0].shape[2], tensors[0].element_size()
+    model = ModelShape.latent(sum(layers), width, size)
+    if hasattr(pools.kv, "k_buffer"):
+        model = ModelShape.kv(sum(layers), kv_heads, width, size)
+    layout = KVLayout(model, parallel, page_size, stage_layers=tuple(layers) if len(layers) > 1 else None)
     slots: list[SlotCache] = []
     for pool in pools.others:
-        if not _is_states(pool):
-            rows.append((_tensors(pool), layout(pool, pool.layer_num, "window")))
-            continue
         conv, states = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
         sections = tuple(zip(_state_heads(pool, parallel.tp), _state_widths(pool), strict=True))
         if [heads * width for heads, width in sections] != list(pool.conv_shard_groups):
@@ -141,7 +130,7 @@ def shared_pools(
                 f"{_state_widths(pool)}: which of them is of which head is not known"
             )
         slots += state_slots(list(conv), list(states), sections, parallel, len(conv), is_dim_first=True)
-    return share_rows(rows, slots)
+    return share_rows(tensors, layout, slots)
 
 
 def _state_widths(pool: Any) -> tuple[int, int, int]:
@@ -161,11 +150,8 @@ def content_of(pools: Pools) -> str:
     pool = pools.kv
     texts = [token_content(pool.dtype) if hasattr(pool, "k_buffer") else f"SGLang's latents of {pool.dtype}"]
     for other in pools.others:
-        if _is_states(other):
-            conv, states = other.mamba_cache.conv[0], other.mamba_cache.temporal
-            texts.append(f"SGLang's states of gated delta rules, conv {conv.dtype}, ssm {states.dtype}")
-        else:
-            texts.append(f"windows of {other.dtype}")
+        conv, states = other.mamba_cache.conv[0], other.mamba_cache.temporal
+        texts.append(f"SGLang's states of gated delta rules, conv {conv.dtype}, ssm {states.dtype}")
     return "; ".join(texts)
 
 

@@ -147,9 +147,7 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
             first,
             self._first_token,
             last=self._is_complete,
-            others=manager.pools.state_tokens(state_indices or (), self._first_token, manager.kv_args.page_size)
-            if self._is_complete
-            else (),
+            others=manager.pools.state_tokens(state_indices or (), self._first_token) if self._is_complete else (),
             binding=self._binding,
             fence=self._fence(),
             half=self.half,

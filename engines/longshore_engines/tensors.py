@@ -250,20 +250,16 @@ def _slot_part(slot: SlotCache) -> _Part:
     return _Part(slot.tensors, layout, first.shape[0], planes)
 
 
-def share_rows(caches: Sequence[tuple[Sequence[KVTensor], KVLayout]], slots: Sequence[SlotCache] = ()) -> SharedCaches:
+def share_rows(tensors: Sequence[KVTensor], layout: KVLayout, slots: Sequence[SlotCache] = ()) -> SharedCaches:
     """Share tensors that have a row for each token, as `share` does: page p is the rows from p * page_size on.
 
     Args:
-        caches: of each, its tensors [tokens, heads, elements] without gaps, and its layout. The tensors are K of each local
-            layer, then V of each, as `PoolGeometry` has its planes; for Attention.LATENT one a layer.
+        tensors: each [tokens, heads, elements] without gaps; K of each local layer, then V of each, as `PoolGeometry`
+            has its planes. For Attention.LATENT one a layer.
         slots: further caches.
     Raises:
         LayoutError, ArgumentError: this layout cannot describe the tensors, or the memory cannot be shared.
     """
-    return _shared([*(_rows_part(*cache) for cache in caches), *map(_slot_part, slots)])
-
-
-def _rows_part(tensors: Sequence[KVTensor], layout: KVLayout) -> _Part:
     layout.check()
     heads, elements, page_size = len(layout.heads), layout.model.head_dim, layout.page_size
     for index, tensor in enumerate(tensors):
@@ -274,8 +270,8 @@ def _rows_part(tensors: Sequence[KVTensor], layout: KVLayout) -> _Part:
             or shape != tuple(tensors[0].shape)
         ):
             raise LayoutError(
-                f"KV tensor {index} of cache {layout.name!r} has the shape {shape} and the strides {stride}: this rank's layout "
-                f"has rows of {heads} heads of {elements} elements without gaps"
+                f"KV tensor {index} has the shape {shape} and the strides {stride}: this rank's layout has rows of "
+                f"{heads} heads of {elements} elements without gaps"
             )
     head_bytes = layout.model.head_bytes
     row_bytes = heads * head_bytes
@@ -285,7 +281,7 @@ def _rows_part(tensors: Sequence[KVTensor], layout: KVLayout) -> _Part:
             PlaneGeometry(each.region, each.offset, page_size * row_bytes, row_bytes, head_bytes) for each in blocks
         )
 
-    return _Part(tensors, layout, tensors[0].shape[0] // page_size, planes)
+    return _shared([_Part(tensors, layout, tensors[0].shape[0] // page_size, planes), *map(_slot_part, slots)])
 
 
 class _Part(NamedTuple):

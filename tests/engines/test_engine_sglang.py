@@ -629,13 +629,12 @@ def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_he
     assert "gated delta rules" in sglang_pools.content_of(pools)
 
 
-def test_a_prompt_has_a_slot_of_states_and_the_last_pages_of_windows():
-    window = fake.Pool(4, torch)
-    pools = sglang_pools.Pools(fake.Pool(4, torch), (states_pool(1, 0), window))
-    slot, pages = [np.array(3)], np.array([7, 2], np.int32)
-    conv, ssm, windowed = pools.state_tokens([slot, pages], 14, PAGE_TOKENS)
-    assert [(each.cache, tuple(each.pages), each.first_token, each.end_token) for each in (conv, ssm, windowed)] == [
+def test_a_prompt_has_a_slot_of_both_parts_of_states():
+    pools = sglang_pools.Pools(fake.Pool(4, torch), (states_pool(1, 0),))
+    assert [
+        (each.cache, each.pages, each.first_token, each.end_token) for each in pools.state_tokens([[np.array(3)]], 14)
+    ] == [
         (1, (3,), 0, 14),
         (2, (3,), 0, 14),
-        (3, (7, 2), 8, 14),
     ]
+    assert pools.state_tokens((), 14) == []

@@ -40,7 +40,7 @@ def test_a_plain_engine_is_served():
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"state_types": [SimpleNamespace(value="swa"), SimpleNamespace(value="dsa")]}, "of the kind dsa"),
+        ({"state_types": [SimpleNamespace(value="mamba"), SimpleNamespace(value="dsa")]}, "of the kind dsa"),
         ({"state_types": [SimpleNamespace(value="mamba")], "pp_size": 2}, "pipeline parallel size is 2"),
         ({"num_draft_entries": 2}, "speculative"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
