@@ -35,12 +35,12 @@ PEER_TIMEOUT_S = 60
 ZERO_VARIABLE = "E2E_SGLANG_ZERO"
 # The same for `sglang_nixl`.
 NIXL_VARIABLE = "E2E_SGLANG_NIXL"
-# The same for `sglang_latent`.
+# The same for `sglang_cpu`.
 LATENT_VARIABLE = "E2E_SGLANG_LATENT"
 END_LIMIT_S = 120.0
 # The same for `sglang_gated`.
 GATED_VARIABLE = "E2E_SGLANG_GATED"
-TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_latent", "sglang_gated")
+TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_cpu", "sglang_gated")
 
 
 @dataclass(frozen=True)

@@ -38,22 +38,36 @@ class Family(NamedTuple):
 
 
 GATED = partial(tiny_model.make_gated, kv_heads=4)
+# Radix caches and overlap scheduling of models with states need a GPU in SGLang.
 WIDE, SINGLE = Side(2), Side(1, page_tokens=8)
+REPLICAS = Side(2, extra=("--attn-dp-size", "2"))
 FAMILIES = {
     "latents TP2-TP1": Family(tiny_model.make_latent, WIDE, SINGLE, {LATENT_VARIABLE: "1"}),
     "states TP2-TP1": Family(GATED, WIDE, SINGLE, {GATED_VARIABLE: "1"}, 2e-2),
     "states TP1-TP2": Family(GATED, SINGLE, WIDE, {GATED_VARIABLE: "1"}, 2e-2),
-}
-ROWS = {
-    "latents": ("DeepSeek V2 (MLA)", "latents"),
-    "states": ("Qwen3.5 (gated delta nets and attention)", "K and V; conv states by q, k and v; recurrent states"),
+    # Two replicas of attention, each of one rank.
+    "states TP2-DP2": Family(GATED, WIDE, REPLICAS, {GATED_VARIABLE: "1"}, 2e-2),
+    "dense TP2-DP2": Family(partial(tiny_model.make, kv_heads=4), WIDE, REPLICAS, {}),
+    "dense DP2-TP1": Family(partial(tiny_model.make, kv_heads=4), REPLICAS, SINGLE, {}),
 }
 
 
 def _param(name: str) -> object:
-    kind, _, sizes = name.partition(" ")
-    row, moves = ROWS[kind]
-    return pytest.param(name, marks=pytest.mark.family(row, moves, TOKENS_EQUAL, sizes.replace("-", " → ")), id=name)
+    kind, _, pair = name.partition(" ")
+    sizes = pair.replace("-", " → ")
+    marks = {
+        "latents": pytest.mark.family("DeepSeek V2 (MLA)", "latents", TOKENS_EQUAL, sizes),
+        "dense": pytest.mark.family(
+            "Qwen3 with data parallel attention", "K and V between the ranks of a replica", TOKENS_EQUAL, sizes
+        ),
+        "states": pytest.mark.family(
+            "Qwen3.5 (gated delta nets and attention)",
+            "K and V; conv states by q, k and v; recurrent states",
+            TOKENS_EQUAL,
+            sizes,
+        ),
+    }
+    return pytest.param(name, marks=marks[kind], id=name)
 
 
 @pytest.fixture(scope="module", params=list(map(_param, FAMILIES)))
