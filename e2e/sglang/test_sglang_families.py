@@ -38,13 +38,16 @@ class Family(NamedTuple):
 
 
 GATED = partial(tiny_model.make_gated, kv_heads=4)
-# Radix caches and overlap scheduling of models with states need a GPU in SGLang.
+# SGLang's radix cache of states needs a GPU.
 WIDE, SINGLE = Side(2), Side(1, page_tokens=8)
+# With overlap scheduling, for which SGLang would record a GPU's event.
+OVERLAPPING = Side(1, page_tokens=8, plain=("--disable-radix-cache",))
+OVERLAPPED = {GATED_VARIABLE: "1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 REPLICAS = Side(2, extra=("--attn-dp-size", "2"))
 FAMILIES = {
     "latents TP2-TP1": Family(tiny_model.make_latent, WIDE, SINGLE, {LATENT_VARIABLE: "1"}),
     "states TP2-TP1": Family(GATED, WIDE, SINGLE, {GATED_VARIABLE: "1"}, 2e-2),
-    "states TP1-TP2": Family(GATED, SINGLE, WIDE, {GATED_VARIABLE: "1"}, 2e-2),
+    "states TP1-TP2": Family(GATED, OVERLAPPING, Side(2, plain=OVERLAPPING.plain), OVERLAPPED, 2e-2),
     # Two replicas of attention, each of one rank.
     "states TP2-DP2": Family(GATED, WIDE, REPLICAS, {GATED_VARIABLE: "1"}, 2e-2),
     "dense TP2-DP2": Family(partial(tiny_model.make, kv_heads=4), WIDE, REPLICAS, {}),

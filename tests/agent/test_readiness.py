@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 from status_scene import PASSED, RULES, Source, agent, room, worker
 
+from longshore_agent import self_test
 from longshore_agent.settings import Settings
 from longshore_agent.status.app import create_app
 from longshore_agent.status.findings import Judge, Rules, findings, liveness, readiness
@@ -232,3 +235,15 @@ def test_findings_are_counted_by_worker_and_code() -> None:
     assert lines == [
         'longshore_findings{worker="supervisor",code="Draining"} 1', 'longshore_findings{worker="d/0",code="PeerLost"} 2',
     ]  # fmt: skip
+
+
+def test_the_receiver_of_a_self_test_ends_quietly_with_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that ends while it starts ends its self-test, too."""
+    closed: list[bool] = []
+    transport = SimpleNamespace(register=lambda *_: None, metadata=bytes, close=lambda: closed.append(True))
+    monkeypatch.setattr(self_test, "_transport", lambda *_: transport)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        self_test._receive(Settings(self_test_bytes=64), theirs, ())
+    assert closed == [True]
