@@ -107,3 +107,18 @@ def test_a_room_that_is_done_here_stays_done() -> None:
     source.sibling_failed(KEY, Reason.ENGINE_LOST, "gone", 2)
 
     assert source.ended[KEY].reason is Reason.NONE
+
+
+def test_a_room_that_a_sibling_has_failed_for_being_busy_is_not_tried_again() -> None:
+    """An engine repeats a call that is refused with BUSY, and this room does not come back."""
+    target, source = TargetSession(_config("D"), now_ns=0), SourceSession(_config("P"), now_ns=0)
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 1), RankAddress(1, "h:2", 1)))
+    for core in (target, source):
+        core.sibling_failed(KEY, Reason.BUSY, "room 5 is not open at P", 1)
+
+    with pytest.raises(RoomError) as claimed:
+        target.claim(Wanted(KEY, endpoint, (CachePages(0, 0, 60, 4, bytes(16)),)), 2)
+    with pytest.raises(RoomError) as offered:
+        source.offer(5, [(0, 0, 60)], last=True, now_ns=2)
+
+    assert {claimed.value.reason, offered.value.reason} == {Reason.CANCELLED}

@@ -107,6 +107,11 @@ class SourcePair:
                 self.step_slab(slab, SourceEvent.ABORT)
 
 
+def lasting(reason: Reason) -> Reason:
+    """Return the reason of a room that its peer or a sibling has ended. BUSY would make the engine retry, which is useless then."""
+    return Reason.CANCELLED if reason is Reason.BUSY else reason or Reason.MALFORMED_MESSAGE
+
+
 @dataclass(slots=True)
 class Room:
     """The common state of a room at either end."""
