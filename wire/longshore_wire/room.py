@@ -107,11 +107,6 @@ class SourcePair:
                 self.step_slab(slab, SourceEvent.ABORT)
 
 
-def lasting(reason: Reason) -> Reason:
-    """Return the reason of a room that its peer or a sibling has ended. BUSY would make the engine retry, which is useless then."""
-    return Reason.CANCELLED if reason is Reason.BUSY else reason or Reason.MALFORMED_MESSAGE
-
-
 @dataclass(slots=True)
 class Room:
     """The common state of a room at either end."""
@@ -527,6 +522,8 @@ class RoomTable(Generic[R]):
         shown: bytes | None = None,
     ) -> None:
         """Record how a room ended, `longer_ns` longer than others, and forget the oldest ones above the limit."""
+        # Whoever is refused with BUSY tries again, and this room does not come back.
+        reason = Reason.CANCELLED if reason is Reason.BUSY else reason
         room, until_ns = self.open.get(key), self.remembered_until_ns(now_ns) + longer_ns
         opened_ns, binding = (0, UNBOUND) if room is None else (room.opened_ns, room.binding)
         self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding, shown)

@@ -38,7 +38,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.plan import plans
-from longshore_wire.room import Ended, Notes, RoomTable, SourcePair, SourceRoom, lasting
+from longshore_wire.room import Ended, Notes, RoomTable, SourcePair, SourceRoom
 from longshore_wire.slabs import SlabGrid, slab_bytes
 from longshore_wire.states import (
     SourceEvent,
@@ -201,7 +201,7 @@ class SourceSession:
             if capability is None or room.may_have(capability):
                 self._fail(room, reason, text, now_ns, capability)
         elif key not in self.ended:
-            self._remember(key, lasting(reason), text, now_ns, capability)
+            self._remember(key, reason, text, now_ns, capability)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -644,7 +644,7 @@ class SourceSession:
             return
         # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
-        self._fail(room, lasting(abort.reason), abort.text, now_ns, pair.binding.capability)
+        self._fail(room, _lasting(abort.reason), abort.text, now_ns, pair.binding.capability)
         self._settle(room)
 
     def _on_end_ack(self, peer: PeerId, ack: EndAck) -> None:
@@ -727,7 +727,7 @@ class SourceSession:
         Our engine may offer the room later or has offered it, but no target will claim it.
         """
         key = abort.pair.key
-        reason = lasting(abort.reason)
+        reason = _lasting(abort.reason)
         room, capability = self.rooms.get(key), abort.binding.capability
         if room is not None and room.claimer in (None, peer.replica):
             if room.may_have(capability):
@@ -919,6 +919,11 @@ class SourceSession:
             link = self.peers.get(name[0])
             if link is not None:
                 link.rooms.pop(room.key, None)
+
+
+def _lasting(reason: Reason) -> Reason:
+    """Return the reason of a room that its target aborts. BUSY would make the engine retry, which is useless then."""
+    return Reason.CANCELLED if reason is Reason.BUSY else reason or Reason.MALFORMED_MESSAGE
 
 
 def _fits(grant: Grant, pair: SourcePair, attach: Attach | None) -> bool:

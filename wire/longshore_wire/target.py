@@ -50,7 +50,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.plan import digests_bytes, plans
-from longshore_wire.room import Ended, Life, RoomTable, TargetPair, TargetRoom, lasting
+from longshore_wire.room import Ended, Life, RoomTable, TargetPair, TargetRoom
 from longshore_wire.states import (
     TargetEvent,
     TargetPairEvent,
@@ -256,7 +256,7 @@ class TargetSession:
             if capability in (None, room.binding.capability):
                 self.cancel(key, reason, text, now_ns)
         elif key not in self.ended:
-            self.table.remember(key, lasting(reason), text, now_ns, shown=capability)
+            self.table.remember(key, reason, text, now_ns, shown=capability)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
