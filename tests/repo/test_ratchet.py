@@ -65,6 +65,17 @@ def test_on_another_processor_the_parent_commit_is_counted_and_a_raised_number_a
         assert ratchet.main() == status
 
 
+@pytest.mark.parametrize(("again", "status"), [(1000, 0), (1050, 1), (1100, 1)])
+def test_a_scene_that_takes_more_is_counted_again(
+    again: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(tmp_path, monkeypatch)
+    monkeypatch.setattr(ratchet, "SHARES", (("a room",),))
+    monkeypatch.setattr(ratchet, "count", lambda *_: [{"a room": 1050, AGENTS: 20}])
+    monkeypatch.setattr(ratchet, "count_scenes", lambda root, names: {name: again for name in names if root == ROOT})
+    assert ratchet.main() == status
+
+
 @pytest.mark.parametrize("wild", [1, 9_000, 40_000])
 def test_system_calls_of_one_wild_run_change_no_count(wild: int) -> None:
     assert ratchet_agents.of_one_room([18_000, wild, 17_000], [36_000, 35_000, wild], 30) == pytest.approx(600, abs=40)
