@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from core_outputs import effects_of, messages_of
+from two_writers import DECODE, FIRST, Scene
+from two_writers import KEY as WRITTEN
 
 from longshore_wire.bindings import Binding
 from longshore_wire.claims import Wanted
@@ -86,6 +88,25 @@ def test_a_target_that_asked_one_rank_ends_its_room_at_all_of_them(is_first: boo
     else:
         with pytest.raises(RoomError, match="enough"):
             sibling.offer(5, [(0, 0, 60)], last=True, now_ns=5, binding=Binding(b"", MINE))
+
+
+@pytest.mark.parametrize(("peer", "told"), [(DECODE, 1), (PeerId("another", 0, 0), 0)])
+def test_a_target_that_gives_up_a_room_of_which_a_rank_is_done_ends_it_at_its_siblings(peer: PeerId, told: int) -> None:
+    """Its claim may not have arrived at these, where the room would wait for it. Only the replica that has the room ends it."""
+    scene = Scene.of()
+    scene.offer(WRITTEN.room)
+    scene.deliver(FIRST)
+    source = scene.sources[FIRST]
+    assert scene.half(FIRST, WRITTEN.room) is Reason.NONE
+    effects_of(source)
+
+    scene.target.cancel(WRITTEN, Reason.CANCELLED, "enough", scene.now_ns)
+    for to, message in messages_of(scene.target):
+        if to == FIRST:
+            source.receive(peer, message, scene.now_ns)
+
+    given_up = [effect for effect in effects_of(source) if isinstance(effect, RoomGivenUp)]
+    assert [(each.key, each.reason) for each in given_up] == [(WRITTEN, Reason.CANCELLED)] * told
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -430,6 +430,7 @@ class Ended:
         binding: of our engine's half.
         shown: at a source only: the capability of the claim or ask that ended it before our engine's first offer; None: another
             end. Whoever shows another capability has another request.
+        claimer: at a source only: the target that has all of the room's slabs.
     """
 
     reason: Reason
@@ -439,6 +440,7 @@ class Ended:
     opened_ns: int = 0
     binding: Binding = UNBOUND
     shown: bytes | None = None
+    claimer: Replica | None = None
 
 
 N = TypeVar("N")
@@ -520,13 +522,14 @@ class RoomTable(Generic[R]):
         lives: tuple[Life, ...] = (),
         longer_ns: int = 0,
         shown: bytes | None = None,
+        claimer: Replica | None = None,
     ) -> None:
         """Record how a room ended, `longer_ns` longer than others, and forget the oldest ones above the limit."""
         # Whoever is refused with BUSY tries again, and this room does not come back.
         reason = Reason.CANCELLED if reason is Reason.BUSY else reason
         room, until_ns = self.open.get(key), self.remembered_until_ns(now_ns) + longer_ns
         opened_ns, binding = (0, UNBOUND) if room is None else (room.opened_ns, room.binding)
-        self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding, shown)
+        self.ended[key] = Ended(reason, text, until_ns, lives, opened_ns, binding, shown, claimer)
         self.ended.move_to_end(key)
         while len(self.ended) > self.config.ended_rooms_max:
             self.ended.popitem(last=False)

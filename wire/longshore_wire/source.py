@@ -234,9 +234,12 @@ class SourceSession:
     def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:
         """Record how a room ended. It needs no note any more, but one of another request's."""
         if shown is None:
-            self._completed.pop(key, None)
-            self._asks.pop(key, None)
+            self._forget_notes(key)
         self.table.remember(key, reason, text, now_ns, shown=shown)
+
+    def _forget_notes(self, key: RoomKey) -> None:
+        self._completed.pop(key, None)
+        self._asks.pop(key, None)
 
     def _ended(self, key: RoomKey, capability: bytes) -> Ended | None:
         """Return how the room of a request with this capability has ended; None if it has not."""
@@ -724,7 +727,8 @@ class SourceSession:
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
         """Fail a room that failed at its target before its claim arrived here, or after a claim to our last life.
 
-        Our engine may offer the room later or has offered it, but no target will claim it.
+        Our engine may offer the room later or has offered it, but no target will claim it. If the target has all slabs of this
+        rank, the claims of our siblings may not have arrived.
         """
         key = abort.pair.key
         reason = _lasting(abort.reason)
@@ -735,8 +739,12 @@ class SourceSession:
         elif reason is Reason.AUTHENTICATION:
             # An earlier life of this worker refused that claim. The room is another request's.
             return
-        elif room is None and key not in self.ended and key.instance == self.config.instance:
-            self._remember(key, reason, abort.text, now_ns, capability)
+        elif room is None and key.instance == self.config.instance:
+            ended = self.ended.get(key)
+            if ended is None:
+                self._remember(key, reason, abort.text, now_ns, capability)
+            elif ended.claimer != peer.replica:
+                return
             self._effect(RoomGivenUp(key, reason, abort.text, capability))
 
     # -- rooms -----------------------------------------------------------------------------------------------------
@@ -870,7 +878,8 @@ class SourceSession:
             return
         self._effect(room.ended())
         self._effect(RoomReleased(Half.SOURCE, room.key))
-        self._remember(room.key, Reason.NONE, "", now_ns)
+        self._forget_notes(room.key)
+        self.table.remember(room.key, Reason.NONE, "", now_ns, claimer=room.claimer)
         self._drop(room)
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:
