@@ -89,6 +89,14 @@ class Client:
         return self._core.welcome.deployment if self._core.welcome is not None else ""
 
     @property
+    def engine_keys(self) -> tuple[bytes, ...]:
+        """Keys by which engines of the deployment seal messages to each other, the newest first; none if it has no keys.
+
+        They change while the deployment's keys are replaced: read them for each message.
+        """
+        return self._core.welcome.engine_keys if self._core.welcome is not None else ()
+
+    @property
     def connected(self) -> bool:
         """Whether each memory's worker serves this engine now and has been told of everything that is open."""
         return all(link.core.state is State.READY for link in self._links.values())

@@ -23,6 +23,7 @@ from sglang_engines import LOOPBACK, PAGE_TOKENS, Engine, EngineOptions, Nursery
 from sglang_prompts import AT_ONCE, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Answer, Oracle, answer_of
 from tiny_model import TinyModel
 
+from longshore_agent.control.curve import read
 from longshore_cli.local_agents import LocalAgent, make_keys
 
 # Small compared with a machine's memory, large compared with a prompt's KV: 700 tokens are 2.9 MB.
@@ -68,10 +69,11 @@ class Scene:
 
     Args:
         prefill, decode: None: the engine of this side is in another scene.
-        keys: the agents' keys, where agents of another scene are their peers.
+        keys: the folder of the agents' keys, where agents of another scene are their peers.
         backend: SGLang's name of the transfer backend. Only ours has agents.
         paths: folders that the engines' Python searches first.
     Attributes:
+        keys: the agents' keys.
         zero: while this file exists, received KV is zeroed; see `sglang_zeroing`.
     """
 
@@ -96,6 +98,7 @@ class Scene:
         if keys is None:
             keys = self._directory / "keys"
             make_keys(keys)
+        self.keys = read(keys)
         plugins = write_plugins(self._directory)
         self.agents: dict[str, LocalAgent] = {}
         self.engines: dict[str, Engine] = {}

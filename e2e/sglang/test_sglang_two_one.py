@@ -7,13 +7,20 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+import zmq
 from controlplane.waiting import until
 from families import TOKENS_EQUAL
 from sglang_engines import CHUNK_TOKENS, Nursery, body
 from sglang_prompts import LOGPROB_ERROR_MAX, LONG_PROMPT, NEW_TOKENS, PROMPTS, Oracle
 from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, token_bytes, unchanged_by_zeroing
 from tiny_model import TinyModel
+
+from longshore_engines.asks import VERSION, Ask, Grant, frames_of, message_of
+
+# Above the time in which prefill takes a request.
+ANSWER_LIMIT_MS = 60_000
 
 pytestmark = [pytest.mark.shortest, pytest.mark.timeout(600)]
 
@@ -69,3 +76,25 @@ def test_a_client_that_streams_gets_the_same_tokens(scene: Scene, alone: Oracle)
         computed.result()
     assert parts[-1]["output_ids"] == alone(prompt)
     assert len(parts) > 1
+
+
+def test_a_stranger_that_knows_the_number_of_a_prompt_is_not_told_where_it_is(scene: Scene, alone: Oracle) -> None:
+    prompt, room = PROMPTS[-2], 4711
+    place = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+    rank = httpx.get(f"http://127.0.0.1:{scene.prefill.bootstrap_port}{place}").raise_for_status().json()
+    with zmq.Context() as context, context.socket(zmq.PULL) as hears, context.socket(zmq.PUSH) as says:
+        port = hears.bind_to_random_port("tcp://127.0.0.1")
+        says.connect(f"tcp://{rank['rank_ip']}:{rank['rank_port']}")
+        with ThreadPoolExecutor(1) as thread:
+            content = body(prompt, NEW_TOKENS, **scene.routed(room))
+            computed = thread.submit(scene.prefill.post, content)
+            for ask, keys in ((1, ()), (2, (b"guessed",)), (3, (scene.keys.engines,))):
+                says.send_multipart(frames_of(Ask(VERSION, ask, room, "127.0.0.1", port), keys))
+            # Answers come in the order of the asks.
+            assert hears.poll(ANSWER_LIMIT_MS)
+            answer = message_of(hears.recv_multipart(), (scene.keys.engines,))
+            assert isinstance(answer, Grant)
+            assert answer.ask == 3
+            assert scene.decode.post(content)["output_ids"] == alone(prompt)
+            computed.result()
+    check_nothing_is_lent(scene)

@@ -8,8 +8,10 @@ and gets the prompt's first token when that is sampled. Knows no engine, no sock
 from __future__ import annotations
 
 import hashlib
+import hmac
+import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ import msgspec
 from longshore_client.errors import ArgumentError
 from longshore_wire.engine_messages import Endpoint
 
-VERSION = 1
+VERSION = 2
 # The frame before a message, on sockets that also carry an engine's own messages.
 TAG = b"LONGSHORE"
 # Prompts that decode ranks ask for before prefill knows them. A router sends a prompt to both sides at once, so more
@@ -28,10 +30,13 @@ WAITING_MAX = 65_536
 REMEMBERED_MAX = 65_536
 # Frames of a message. A peer cannot make us decode much more; a row of the first token is about 2 kB.
 MESSAGE_BYTES_MAX = 1 << 20
+_SEAL_BYTES = 16
+# The variable that holds the key of one engine's processes.
+OWN_KEY = "SGLANG_LONGSHORE_KEY"
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """From a decode rank: where is prompt `prompt`? `ask` is a number that this rank uses once."""
+    """From a decode rank: where is prompt `prompt`? `ask` is a random number, which an answer repeats."""
 
     version: int
     ask: int
@@ -77,15 +82,40 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 
-def packed(message: Message) -> bytes:
-    """Return a message as bytes."""
-    return _ENCODER.encode(message)
+def own_key(environment: MutableMapping[str, str]) -> bytes:
+    """Return the key of one engine's processes, by which those without an agent are known. The first process draws it.
+
+    Args:
+        environment: of this process. Its children inherit the key.
+    """
+    return bytes.fromhex(environment.setdefault(OWN_KEY, secrets.token_hex(32)))
 
 
-def unpacked(data: bytes) -> Message:
-    """Return a peer's message. Raises ArgumentError."""
+def frames_of(message: Message, keys: Sequence[bytes]) -> list[bytes]:
+    """Return a message's frames: the tag, the message, and its seal by each key of the deployment's engines."""
+    data = _ENCODER.encode(message)
+    return [TAG, data, *_seals(data, keys)]
+
+
+def message_of(frames: Sequence[bytes], keys: Sequence[bytes]) -> Message | None:
+    """Return the message in a peer's frames; None: they are of the engine.
+
+    Args:
+        keys: of the deployment's engines. If there are any, a message has a seal by one of them. Keys are replaced one engine
+            after the other, so a peer may lack the newest.
+    Raises:
+        ArgumentError: it has no such seal, or another version.
+    """
+    if len(frames) < 2 or frames[0] != TAG:  # noqa: PLR2004 -- the tag and the message
+        return None
+    _, data, *seals = frames
     if len(data) > MESSAGE_BYTES_MAX:
         raise ArgumentError(f"a peer's message has {len(data)} bytes: at most {MESSAGE_BYTES_MAX} are read")
+    if keys and not any(hmac.compare_digest(own, seal) for own in _seals(data, keys) for seal in seals):
+        raise ArgumentError(
+            "a peer's message has no seal of this deployment's engines: run the same release of Longshore on both sides, with "
+            "agents of one deployment; otherwise a stranger has sent it"
+        )
     try:
         found: Message = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -93,6 +123,10 @@ def unpacked(data: bytes) -> Message:
             f"a peer's message is not of this version: {error}; run the same release of Longshore on both sides"
         ) from error
     return found
+
+
+def _seals(data: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    return [hmac.digest(key, data, "sha256")[:_SEAL_BYTES] for key in keys]
 
 
 class Asker(NamedTuple):

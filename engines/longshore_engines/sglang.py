@@ -6,6 +6,7 @@ that backend is chosen. SGLang only logs a plug-in's errors, so `sglang_manager`
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from sglang.srt.server_args import add_disagg_transfer_backend_choices
 from sglang.version import __version__ as sglang_version
 
 from longshore_client.errors import ArgumentError
+from longshore_engines.asks import own_key
 from longshore_engines.sglang_checks import (
     BACKEND,
     HOOKED,
@@ -41,6 +43,8 @@ def register() -> None:
         return
     from sglang.srt.disaggregation.utils import TransferBackend
 
+    # Before SGLang starts the processes of its ranks.
+    own_key(os.environ)
     add_disagg_transfer_backend_choices([BACKEND])
     TransferBackend._missing_ = classmethod(_backend)
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND

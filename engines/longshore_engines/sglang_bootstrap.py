@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 from typing import Any
 
 import zmq
@@ -16,7 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.asks import TAG, VERSION, Ask, Decline, Grant, Left, Message, packed, unpacked
+from longshore_engines.asks import VERSION, Ask, Decline, Grant, Left, Message, frames_of, message_of, own_key
 from longshore_engines.handover import HANDOVER_VERSION, Handover, parameters_for_decode
 from longshore_wire.names import room_name
 
@@ -32,18 +34,17 @@ class HandoverAsks:
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[Grant | Decline]] = {}
-        self._count = 0
         self._port = 0
         self._hearing: asyncio.Task[None] | None = None
 
     async def ask(self, host: str, port: int, room: int) -> Grant | Decline:
         """Return the first rank's answer, or a Decline if it gives none."""
         if self._hearing is None:
-            socket = _socket(zmq.PULL, NetworkAddress(get_local_ip_auto(), 0))
-            self._port = socket.bind_to_random_port("tcp://*")
+            address = NetworkAddress(get_local_ip_auto(), 0)
+            socket = _socket(zmq.PULL, address)
+            self._port = socket.bind_to_random_port(address.to_tcp().rpartition(":")[0])
             self._hearing = asyncio.create_task(self._hear(socket))
-        self._count += 1
-        number, here = self._count, get_local_ip_auto()
+        number, here = secrets.randbits(64), get_local_ip_auto()
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             await _send(host, port, Ask(VERSION, number, room, here, self._port))
@@ -61,7 +62,7 @@ class HandoverAsks:
         while True:
             frames = await socket.recv_multipart()
             try:
-                message = unpacked(frames[-1])
+                message = message_of(frames, (own_key(os.environ),))
             except ArgumentError as error:
                 _log.error("%s", error)
                 continue
@@ -75,7 +76,7 @@ async def _send(host: str, port: int, message: Message) -> None:
     address = NetworkAddress(host, port)
     with _socket(zmq.PUSH, address) as socket:
         socket.connect(address.to_tcp())
-        await socket.send_multipart([TAG, packed(message)])
+        await socket.send_multipart(frames_of(message, (own_key(os.environ),)))
 
 
 def _socket(kind: int, address: NetworkAddress) -> zmq.asyncio.Socket:

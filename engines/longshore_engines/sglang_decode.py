@@ -178,6 +178,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
             return
         theirs = handed.handover.binding
         if theirs.prompt and self._digest and theirs.prompt != self._digest:
+            # The room is left to the request whose prompt it is.
+            self._has_left = True
             self.failure = (
                 "the handover is of another prompt: let the router pass on what prefill answered for the same one"
             )

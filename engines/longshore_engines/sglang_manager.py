@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import pkgutil
+import secrets
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -35,8 +38,9 @@ from longshore_engines.asks import (
     Message,
     ToGrant,
     ToTell,
-    packed,
-    unpacked,
+    frames_of,
+    message_of,
+    own_key,
 )
 from longshore_engines.halves import CallThread, Halves, OpenHalf
 from longshore_engines.sglang_checks import HOOKED, HOOKED_BY_VERSION, check_engine, check_hooks
@@ -51,6 +55,9 @@ _log = logging.getLogger("longshore.sglang")
 CONNECT_LIMIT_S = 120.0
 # All ranks register at about the same time, and a restarted agent is back in seconds.
 ENDPOINT_LIMIT_S = 30.0
+# Strangers must not fill the engine's log.
+WARNING_PAUSE_S = 10.0
+_ASKS = (1 << 64) - 1
 
 
 class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not installed where types are checked
@@ -79,7 +86,6 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         self.senders: dict[int, Any] = {}
         self.receivers: dict[int, Any] = {}
         self.mismatches: dict[str, str] = {}
-        self._last_ask = 0
         self._draining: dict[int, list[OpenHalf]] = {}
         self._letters = CallThread("longshore-letters", _log)
         # Before the base class tells decode ranks of this rank.
@@ -181,11 +187,11 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         self._draining.setdefault(bootstrap_room, []).append(half)
 
     def new_ask(self, receiver: Any) -> int:
-        """Return the number of an ask, whose answers go to this receiver."""
+        """Return the number of an ask, whose answers go to this receiver. Nobody else can guess it."""
+        ask = 1 + secrets.randbelow(_ASKS)
         with self.lock:
-            self._last_ask += 1
-            self.receivers[self._last_ask] = receiver
-            return self._last_ask
+            self.receivers[ask] = receiver
+        return ask
 
     def forget_ask(self, ask: int) -> None:
         """Ignore later answers to an ask."""
@@ -240,17 +246,22 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
 
     def _send(self, host: str, port: int, message: Message) -> None:
         address = NetworkAddress(host, port)
-        self._send_multipart_locked(address.to_tcp(), [TAG, packed(message)], is_ipv6=address.is_ipv6)
+        frames = frames_of(message, (*self.client.engine_keys, own_key(os.environ)))
+        self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
 
     def _hear(self) -> None:
+        warned_s = -math.inf
         while True:
-            frames = self.server_socket.recv_multipart()
-            if len(frames) != 2 or frames[0] != TAG:  # noqa: PLR2004 -- our tag and a message
-                continue
+            frames, keys = self.server_socket.recv_multipart(), self.client.engine_keys
             try:
-                self._take(unpacked(frames[1]))
+                message = message_of(frames, (*keys, own_key(os.environ)) if keys else ())
             except ArgumentError as error:
-                _log.error("%s", error)
+                if time.monotonic() - warned_s > WARNING_PAUSE_S:
+                    warned_s = time.monotonic()
+                    _log.error("%s", error)
+                continue
+            if message is not None:
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         match message:

@@ -7,7 +7,19 @@ from scene import ENDPOINT
 
 from longshore_client import ArgumentError
 from longshore_engines import asks
-from longshore_engines.asks import Ask, Asker, Asks, Decline, FirstToken, Grant, Left, ToGrant, ToTell, packed, unpacked
+from longshore_engines.asks import (
+    Ask,
+    Asker,
+    Asks,
+    Decline,
+    FirstToken,
+    Grant,
+    Left,
+    ToGrant,
+    ToTell,
+    frames_of,
+    message_of,
+)
 
 ROWS = (b"token", b"logprob")
 FIRST, SECOND = Asker("10.0.0.2", 7000, 1), Asker("10.0.0.3", 7000, 9)
@@ -96,9 +108,9 @@ def test_who_leaves_before_prefill_knows_the_prompt_is_not_answered():
 
 
 def test_another_version_is_declined_by_name():
-    ((asker, message),) = Asks().asked(ask(FIRST, version=2))
+    ((asker, message),) = Asks().asked(ask(FIRST, version=asks.VERSION + 1))
     assert asker == FIRST
-    assert "version 2" in message.text
+    assert f"version {asks.VERSION + 1}" in message.text
 
 
 def test_the_oldest_ask_is_declined_when_too_many_wait(monkeypatch):
@@ -133,10 +145,52 @@ def test_failures_and_uses_are_forgotten_after_a_limit(monkeypatch):
     ids=lambda message: type(message).__name__,
 )
 def test_messages_survive_their_bytes(message):
-    assert unpacked(packed(message)) == message
+    assert message_of(frames_of(message, ()), ()) == message
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", packed(ask(FIRST))[:-1], b"\x00" * (asks.MESSAGE_BYTES_MAX + 1)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", frames_of(ask(FIRST), ())[1][:-1], b"\x00" * (asks.MESSAGE_BYTES_MAX + 1)]
+)
 def test_bytes_that_are_no_message_are_refused(data):
     with pytest.raises(ArgumentError, match="a peer's message"):
-        unpacked(data)
+        message_of([asks.TAG, data], ())
+
+
+@pytest.mark.parametrize("frames", [[], [asks.TAG], [b"other", b"message"]])
+def test_frames_of_the_engine_are_left_to_it(frames):
+    assert message_of(frames, [OLD_KEY]) is None
+
+
+OLD_KEY, NEW_KEY = b"o" * 32, b"n" * 32
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_taken"),
+    [
+        ([OLD_KEY], [OLD_KEY], True),
+        # While keys are replaced, one side has only those of the revision before.
+        ([OLD_KEY], [NEW_KEY, OLD_KEY], True),
+        ([NEW_KEY, OLD_KEY], [OLD_KEY], True),
+        ([NEW_KEY], [OLD_KEY], False),
+        ([], [OLD_KEY], False),
+        ([OLD_KEY], [], True),
+    ],
+)
+def test_only_an_engine_of_the_deployment_is_heard(theirs, ours, is_taken):
+    frames = frames_of(ask(FIRST), theirs)
+    if is_taken:
+        assert message_of(frames, ours) == ask(FIRST)
+    else:
+        with pytest.raises(ArgumentError, match="no seal of this deployment"):
+            message_of(frames, ours)
+
+
+def test_a_seal_is_of_one_message():
+    (_, _, seal), (tag, data) = frames_of(ask(FIRST), [OLD_KEY]), frames_of(ask(SECOND), ())
+    with pytest.raises(ArgumentError, match="no seal"):
+        message_of([tag, data, seal], [OLD_KEY])
+
+
+def test_the_processes_of_one_engine_have_one_key():
+    environment, other = {}, {}
+    assert asks.own_key(environment) == asks.own_key(environment) != asks.own_key(other)

@@ -34,10 +34,19 @@ from stand_in_sglang import (
 
 from longshore_client import Endpoint, Half, Reason
 from longshore_engines import sglang_pools
-from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
+from longshore_engines.asks import TAG, VERSION, Ask, Decline, FirstToken, Grant, Left, frames_of, message_of, own_key
 from longshore_engines.handover import Prompt, packed_handover
 from longshore_wire.bindings import UNBOUND, Binding
-from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, Receive, RegisterPool
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    Cancel,
+    EndpointUpdate,
+    Hello,
+    Offer,
+    Receive,
+    RegisterPool,
+    Welcome,
+)
 from longshore_wire.layout import Parallel
 
 ROWS = (b"12345678", b"abcd")
@@ -54,8 +63,8 @@ def wait_for(predicate):
 class Engine:
     """One rank with its pool, its rows on first tokens, and its connection to a fake agent."""
 
-    def __init__(self, tmp_path, monkeypatch, role):
-        self.agent = FakeAgent(str(tmp_path / role))
+    def __init__(self, tmp_path, monkeypatch, role, greet=None):
+        self.agent = FakeAgent(str(tmp_path / role), greet=greet)
         monkeypatch.setenv("LONGSHORE_ENGINE_SOCKET", self.agent.path)
         manager = importlib.import_module("longshore_engines.sglang_manager")
         self.pool = fake.Pool(4, torch)
@@ -92,10 +101,10 @@ class Engine:
     def sent(self, count=1):
         """Return the messages to peers, once there are so many."""
         wait_for(lambda: len(self.manager.sent) >= count)
-        return [unpacked(parts[1]) for _, parts in self.manager.sent]
+        return [message_of(parts, (own_key(os.environ),)) for _, parts in self.manager.sent]
 
-    def hears(self, message):
-        self.manager.heard.put([b"LONGSHORE", packed(message)])
+    def hears(self, message, keys=()):
+        self.manager.heard.put(frames_of(message, keys))
 
     def stop(self):
         self.manager.halves.close()
@@ -103,13 +112,13 @@ class Engine:
 
 
 @contextmanager
-def engines_of(tmp_path, monkeypatch, *version):
+def engines_of(tmp_path, monkeypatch, *version, greet=None):
     """Yield what makes engines of a version of SGLang."""
     engines = []
     with installed(*version):
 
         def made(role):
-            engines.append(Engine(tmp_path, monkeypatch, role))
+            engines.append(Engine(tmp_path, monkeypatch, role, greet))
             return engines[-1]
 
         yield made
@@ -277,14 +286,14 @@ def test_a_first_token_that_comes_after_the_request_was_forgotten_is_not_written
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Decline(1, "prefill: out of memory"), "out of memory"),
-        (Grant(1, ROOM, "tokens of bfloat16", ENDPOINT), "data type of the KV cache"),
-        (FirstToken(1, (b"short",)), "--disaggregation-enable-kv-checksum"),
+        (Decline(0, "prefill: out of memory"), "out of memory"),
+        (Grant(0, ROOM, "tokens of bfloat16", ENDPOINT), "data type of the KV cache"),
+        (FirstToken(0, (b"short",)), "--disaggregation-enable-kv-checksum"),
     ],
 )
 def test_an_answer_that_decode_cannot_use_fails_the_request_with_the_reason(decode, answer, reason):
     receiver = receiver_of(decode)
-    decode.hears(answer)
+    decode.hears(msgspec.structs.replace(answer, ask=receiver._ask))
     assert final(receiver) == KVPoll.Failed
     with pytest.raises(fake.TransferError) as caught:
         receiver.failure_exception()
@@ -343,13 +352,15 @@ def test_a_handover_is_claimed_with_its_capability_and_the_digest_of_the_prompt_
     assert claim.binding == Binding(DIGEST, b"capability")
 
 
-def test_a_handover_of_another_prompt_fails_before_its_room_is_claimed(decode):
+def test_a_handover_of_another_prompt_leaves_its_room_to_the_request_whose_prompt_it_is(decode):
     other = Binding(Prompt(6, range(1, 7)).digest(6), b"capability")
     receiver = handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=other))
     assert final(receiver) == KVPoll.Failed
     with pytest.raises(fake.TransferError, match="the handover is of another prompt"):
         receiver.failure_exception()
-    assert decode.agent.of(Receive) == []
+    handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=Binding(DIGEST, b"capability")))
+    (claim,) = decode.heard(Receive)
+    assert (claim.binding.prompt, len(claim.caches[0].pages) > 0) == (DIGEST, True)
 
 
 def test_both_sides_state_the_digest_of_the_prompt(prefill, decode):
@@ -482,7 +493,7 @@ def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with
     assert sender.poll() == KVPoll.WaitingForInput
     sender.send(np.array([1]), None, num_kv_tokens=4)
     prefill.heard(Offer)
-    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    prefill.hears(Ask(VERSION, 3, ROOM, "10.0.0.2", 7002))
     assert isinstance(prefill.sent()[0], Grant)
     prefill.rows[0][8:16], prefill.rows[1][4:8] = ROWS
     sender.send(np.array([2]), None, num_kv_tokens=2)
@@ -506,7 +517,7 @@ def test_a_prompt_that_decode_has_left_is_cancelled_at_prefill(prefill):
     sender = sender_of(prefill)
     sender.send(np.array([1]), None, num_kv_tokens=4)
     prefill.heard(Offer)
-    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    prefill.hears(Ask(VERSION, 3, ROOM, "10.0.0.2", 7002))
     prefill.sent()
     prefill.hears(Left(ROOM, "10.0.0.2", 7002, "the client has left"))
     prefill.heard(Cancel)
@@ -546,12 +557,43 @@ def test_a_sibling_whose_limit_passes_a_moment_earlier_leaves_the_reason(prefill
         sender.failure_exception()
 
 
-def test_messages_of_strangers_change_nothing(prefill):
-    for frames in ([], [b"other"], [b"LONGSHORE"], [b"LONGSHORE", b"\xc1"], [b"LONGSHORE", b"", b""]):
+def test_messages_that_are_none_change_nothing(prefill):
+    for frames in ([], [b"other"], [TAG], [TAG, b"\xc1"], [TAG, b"", b""]):
         prefill.manager.heard.put(frames)
     sender_of(prefill)
-    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    prefill.hears(Ask(VERSION, 3, ROOM, "10.0.0.2", 7002))
     assert isinstance(prefill.sent()[0], Grant)
+
+
+KEYS = (b"n" * 32, b"o" * 32)
+
+
+def test_strangers_get_and_change_nothing_where_the_deployment_has_keys(tmp_path, monkeypatch):
+    def greet(hello):
+        return Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", 60_000_000_000, engine_keys=KEYS)
+
+    with engines_of(tmp_path, monkeypatch, greet=greet) as made:
+        prefill, decode = made("prefill"), made("decode")
+        prefill.agent.say(EndpointUpdate(ENDPOINT))
+        sender_of(prefill)
+        receiver = receiver_of(decode)
+        decode.sent()
+        asked = message_of(decode.manager.sent[0][1], KEYS[1:])
+        for keys in ((), (b"stranger",)):
+            prefill.hears(msgspec.structs.replace(asked, host="10.0.0.66"), keys)
+            decode.hears(Decline(receiver._ask, "a stranger says no"), keys)
+        # Prefill's agent has the keys of the revision before, and so has this one's.
+        prefill.hears(asked, KEYS[1:])
+        decode.hears(FirstToken(receiver._ask, ROWS), KEYS[1:])
+        assert [(type(each), each.ask) for each in prefill.sent()] == [(Grant, asked.ask)]
+        wait_for(lambda: receiver._has_first_token)
+        assert receiver.failure == ""
+
+
+def test_nobody_can_guess_an_ask(decode):
+    asks = {decode.manager.new_ask(None) for _ in range(100)}
+    assert len(asks) == 100
+    assert max(asks) > 1 << 56
 
 
 def test_nothing_is_hooked_for_a_release_that_was_not_tested_and_it_ends_if_it_was_chosen(monkeypatch):

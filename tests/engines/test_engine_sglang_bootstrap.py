@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import threading
 from asyncio import timeout
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import zmq
 from stand_in_sglang import ENDPOINT, HANDOVER, ROOM, installed
 
-from longshore_engines.asks import Ask, Decline, Grant, Left, packed, unpacked
+from longshore_engines.asks import TAG, Ask, Decline, Grant, Left, frames_of, message_of, own_key
 from longshore_engines.handover import handover_of
 
 
@@ -41,12 +42,13 @@ def answering(socket, make):
     """Return a call that answers one ask, as prefill's first rank does, with what `make` returns for it."""
 
     def answer():
-        tag, frame = socket.recv_multipart()
-        ask = unpacked(frame)
+        keys = (own_key(os.environ),)
+        ask = message_of(socket.recv_multipart(), keys)
         with zmq.Context.instance().socket(zmq.PUSH) as push:
             push.connect(f"tcp://{ask.host}:{ask.port}")
-            push.send_multipart([tag, b"\xc1"])
-            push.send_multipart([tag, packed(make(ask))])
+            push.send_multipart([TAG, b"\xc1"])
+            push.send_multipart(frames_of(Decline(ask.ask, "a stranger says no"), ()))
+            push.send_multipart(frames_of(make(ask), keys))
 
     return answer
 
@@ -86,7 +88,7 @@ def test_a_prompt_that_prefill_never_gets_is_left_after_the_limit(rank, monkeypa
     heard = []
 
     def hear():
-        heard.extend(unpacked(socket.recv_multipart()[1]) for _ in range(2))
+        heard.extend(message_of(socket.recv_multipart(), (own_key(os.environ),)) for _ in range(2))
 
     monkeypatch.setattr(asyncio, "timeout", lambda _limit_s: timeout(0.05))
     status, body = told_router(port, hear, room=str(ROOM), tokens="6")

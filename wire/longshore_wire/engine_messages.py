@@ -144,14 +144,26 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
-    """Agent to engine: the connection is assigned to its worker. `epoch` differs after a restart."""
+    """Agent to engine: the connection is assigned to its worker. `epoch` differs after a restart.
+
+    Attributes:
+        target: the deployment's memory for decode's pages.
+        steps: after each half of a room, send its EngineSteps.
+        engine_keys: by which engines of the deployment seal messages to each other: one for each revision of the deployment's
+            keys, the newest first; none if it has no keys.
+    """
 
     version: int
     epoch: int
     deployment: str
     lease_ns: int
-    target: TargetMemory = TargetMemory.DEVICE  # the deployment's memory for decode's pages
-    steps: bool = False  # after each half of a room, send its EngineSteps
+    target: TargetMemory = TargetMemory.DEVICE
+    steps: bool = False
+    engine_keys: tuple[bytes, ...] = ()
+
+    def __repr__(self) -> str:
+        """Show no key, since messages may be logged."""
+        return f"Welcome(epoch={self.epoch}, deployment={self.deployment!r})"
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=66):

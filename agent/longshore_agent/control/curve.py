@@ -23,7 +23,7 @@ from longshore_wire.errors import ConfigError, LongshoreError, Reason
 
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
 _FINGERPRINT_CHARACTERS = 16
-_SEAL_LABEL, _SEAL_BYTES = b"longshore endpoint", 16
+_SEAL_LABEL, _ENGINES_LABEL, _SEAL_BYTES = b"longshore endpoint", b"longshore engines", 16
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +55,11 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the seal of data, by a key that is derived from the server's secret key."""
         key = hmac.digest(self.server_secret.encode(), _SEAL_LABEL, "sha256")
         return hmac.digest(key, data, "sha256")[:_SEAL_BYTES]
+
+    @property
+    def engines(self) -> bytes:
+        """The key of the deployment's engines, from which no key of its agents can be derived."""
+        return hmac.digest(self.server_secret.encode(), _ENGINES_LABEL, "sha256")
 
     @property
     def fingerprint(self) -> str:

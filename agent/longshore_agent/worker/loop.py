@@ -524,6 +524,7 @@ class Worker:
             if watched is not None:
                 self.net.poller.register(watched, 1)
         self.requests.renew(now_ns)
+        keys = self.requests.keys
         self._tell(
             Welcome(
                 ENGINE_PROTOCOL_VERSION,
@@ -532,6 +533,7 @@ class Worker:
                 self.settings.lease_ns,
                 TargetMemory[self.settings.decode_target.name],
                 self.settings.client_spans,
+                () if keys is None else tuple(each.engines for each in keys.revisions),
             )
         )
         self._link.send(EngineAdopted())
