@@ -198,6 +198,23 @@ def test_exactly_attached_peers_connect_and_none_before_the_first(backend):
         assert all(reaches(HERE, HERE, port) for port in numbers)
 
 
+def test_a_port_that_its_library_closes_while_it_is_described_is_lost_and_ends_nobody(monkeypatch):
+    ports, library = DataPorts(), socket.socket()
+    with ports.opening(is_lasting=True):
+        library.bind(("127.0.0.1", 0))
+        library.listen()
+    assert len(ports.describe()) == 1
+    protection = ports._protection
+
+    def closed_meanwhile(opened, port):
+        library.close()
+        return protection(opened, port)
+
+    monkeypatch.setattr(ports, "_protection", closed_meanwhile)
+    assert ports.describe() == ()
+    assert "has closed" in ports.lost()
+
+
 @pytest.mark.own_network
 def test_a_filter_admits_ipv6_peers_by_all_of_their_address():
     with socket.create_server((HERE_IPV6, 0), family=socket.AF_INET6) as listener:

@@ -153,10 +153,8 @@ class DataPorts:
     def describe(self) -> tuple[DataPort, ...]:
         """Return the ports that are open now."""
         with self._lock:
-            return tuple(
-                DataPort(str(_bound(port)), port.getsockname()[1], self._protection(opened, port), _drops(port))
-                for opened, port in self._ports()
-            )
+            found = (self._described(opened, port) for opened, port in self._ports())
+            return tuple(each for each in found if each is not None)
 
     def lost(self) -> str:
         """Name a lasting port that the library has closed, so that no new peer can write; empty: none.
@@ -167,6 +165,14 @@ class DataPorts:
             for _ in self._ports():
                 pass
             return self._lost
+
+    def _described(self, opened: _Opened, port: socket.socket) -> DataPort | None:
+        try:
+            number = port.getsockname()[1]
+            return DataPort(str(_bound(port)), number, self._protection(opened, port), _drops(port))
+        except OSError:
+            # The library's own thread has closed it just now.
+            return None
 
     def _own_addresses(self) -> frozenset[Address]:
         # Listing them needs a descriptor.
