@@ -91,6 +91,11 @@ def own_key(environment: MutableMapping[str, str]) -> bytes:
     return bytes.fromhex(environment.setdefault(OWN_KEY, secrets.token_hex(32)))
 
 
+def new_ask() -> int:
+    """Return the number of an ask, which nobody can guess; never 0."""
+    return 1 + secrets.randbelow((1 << 64) - 1)
+
+
 def frames_of(message: Message, keys: Sequence[bytes]) -> list[bytes]:
     """Return a message's frames: the tag, the message, and its seal by each key of the deployment's engines."""
     data = _ENCODER.encode(message)

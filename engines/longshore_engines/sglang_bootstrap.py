@@ -6,9 +6,7 @@ A router that sends a prompt to prefill, and then to a decode engine other than 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import secrets
 from typing import Any
 
 import zmq
@@ -18,11 +16,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.asks import VERSION, Ask, Decline, Grant, Left, Message, frames_of, message_of, own_key
+from longshore_engines.asks import VERSION, Ask, Decline, Grant, Left, Message, frames_of, message_of, new_ask, own_key
 from longshore_engines.handover import HANDOVER_VERSION, Handover, parameters_for_decode
 from longshore_wire.names import room_name
-
-_log = logging.getLogger("longshore.sglang")
 
 HANDOVER_PATH = "/longshore/handover"
 # A router sends a prompt to prefill and asks for its handover at once. Prefill waits half as long for its agent.
@@ -33,6 +29,7 @@ class HandoverAsks:
     """Asks prefill's first rank where prompts are, as decode ranks do. Used in one event loop."""
 
     def __init__(self) -> None:
+        self._keys = (own_key(os.environ),)
         self._waiting: dict[int, asyncio.Future[Grant | Decline]] = {}
         self._port = 0
         self._hearing: asyncio.Task[None] | None = None
@@ -44,39 +41,38 @@ class HandoverAsks:
             socket = _socket(zmq.PULL, address)
             self._port = socket.bind_to_random_port(address.to_tcp().rpartition(":")[0])
             self._hearing = asyncio.create_task(self._hear(socket))
-        number, here = secrets.randbits(64), get_local_ip_auto()
+        number, here = new_ask(), get_local_ip_auto()
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await _send(host, port, Ask(VERSION, number, room, here, self._port))
+            await self._send(host, port, Ask(VERSION, number, room, here, self._port))
             async with asyncio.timeout(HANDOVER_LIMIT_S):
                 found: Grant | Decline = await future
                 return found
         except TimeoutError:
             text = f"prefill has not got prompt {room_name(room)} within {HANDOVER_LIMIT_S:g} s: send it to prefill at the same time"
-            await _send(host, port, Left(room, here, self._port, text))
+            await self._send(host, port, Left(room, here, self._port, text))
             return Decline(number, text)
         finally:
             del self._waiting[number]
+
+    async def _send(self, host: str, port: int, message: Message) -> None:
+        address = NetworkAddress(host, port)
+        with _socket(zmq.PUSH, address) as socket:
+            socket.connect(address.to_tcp())
+            await socket.send_multipart(frames_of(message, self._keys))
 
     async def _hear(self, socket: Any) -> None:
         while True:
             frames = await socket.recv_multipart()
             try:
-                message = message_of(frames, (own_key(os.environ),))
-            except ArgumentError as error:
-                _log.error("%s", error)
+                message = message_of(frames, self._keys)
+            except ArgumentError:
+                # A stranger's: prefill's first rank has this release and this key. Strangers must not fill the log.
                 continue
             if isinstance(message, Grant | Decline):
                 future = self._waiting.get(message.ask)
                 if future is not None and not future.done():
                     future.set_result(message)
-
-
-async def _send(host: str, port: int, message: Message) -> None:
-    address = NetworkAddress(host, port)
-    with _socket(zmq.PUSH, address) as socket:
-        socket.connect(address.to_tcp())
-        await socket.send_multipart(frames_of(message, (own_key(os.environ),)))
 
 
 def _socket(kind: int, address: NetworkAddress) -> zmq.asyncio.Socket:

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import pkgutil
-import secrets
 import threading
 import time
 from functools import partial
@@ -40,6 +39,7 @@ from longshore_engines.asks import (
     ToTell,
     frames_of,
     message_of,
+    new_ask,
     own_key,
 )
 from longshore_engines.halves import CallThread, Halves, OpenHalf
@@ -57,7 +57,6 @@ CONNECT_LIMIT_S = 120.0
 ENDPOINT_LIMIT_S = 30.0
 # Strangers must not fill the engine's log.
 WARNING_PAUSE_S = 10.0
-_ASKS = (1 << 64) - 1
 
 
 class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not installed where types are checked
@@ -86,6 +85,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         self.senders: dict[int, Any] = {}
         self.receivers: dict[int, Any] = {}
         self.mismatches: dict[str, str] = {}
+        self._own_key = own_key(os.environ)
         self._draining: dict[int, list[OpenHalf]] = {}
         self._letters = CallThread("longshore-letters", _log)
         # Before the base class tells decode ranks of this rank.
@@ -187,8 +187,8 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         self._draining.setdefault(bootstrap_room, []).append(half)
 
     def new_ask(self, receiver: Any) -> int:
-        """Return the number of an ask, whose answers go to this receiver. Nobody else can guess it."""
-        ask = 1 + secrets.randbelow(_ASKS)
+        """Return the number of an ask, whose answers go to this receiver."""
+        ask = new_ask()
         with self.lock:
             self.receivers[ask] = receiver
         return ask
@@ -246,7 +246,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
 
     def _send(self, host: str, port: int, message: Message) -> None:
         address = NetworkAddress(host, port)
-        frames = frames_of(message, (*self.client.engine_keys, own_key(os.environ)))
+        frames = frames_of(message, (*self.client.engine_keys, self._own_key))
         self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
 
     def _hear(self) -> None:
@@ -254,7 +254,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
         while True:
             frames, keys = self.server_socket.recv_multipart(), self.client.engine_keys
             try:
-                message = message_of(frames, (*keys, own_key(os.environ)) if keys else ())
+                message = message_of(frames, (*keys, self._own_key) if keys else ())
             except ArgumentError as error:
                 if time.monotonic() - warned_s > WARNING_PAUSE_S:
                     warned_s = time.monotonic()

@@ -582,7 +582,7 @@ def test_strangers_get_and_change_nothing_where_the_deployment_has_keys(tmp_path
         for keys in ((), (b"stranger",)):
             prefill.hears(msgspec.structs.replace(asked, host="10.0.0.66"), keys)
             decode.hears(Decline(receiver._ask, "a stranger says no"), keys)
-        # Prefill's agent has the keys of the revision before, and so has this one's.
+        # The peers' agents have only the keys of the revision before.
         prefill.hears(asked, KEYS[1:])
         decode.hears(FirstToken(receiver._ask, ROWS), KEYS[1:])
         assert [(type(each), each.ask) for each in prefill.sent()] == [(Grant, asked.ask)]

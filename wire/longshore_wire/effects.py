@@ -253,8 +253,8 @@ class RoomReleased(msgspec.Struct, frozen=True):
 class RoomGivenUp(msgspec.Struct, frozen=True):
     """A target ended a room that is not open at this source: tell the sibling ranks, whose engines may have offered it.
 
-    A target that asks for a room asks one rank, and so can tell only that one. Or it has all slabs of this rank, and cannot reach
-    another one.
+    A target that asks for a room asks one rank, and so can tell only that one. A target that has all slabs of this rank may be
+    unable to reach the others.
     """
 
     key: RoomKey

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from longshore_wire.bindings import UNBOUND, Binding
 from longshore_wire.claims import PageParts, Route, UsedSerials, grid, route
-from longshore_wire.effects import PairName, PeerId, RoomGivenUp, RoomReleased, SessionConfig, StartWrite
+from longshore_wire.effects import PairName, PeerId, Replica, RoomGivenUp, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import PageOrder
@@ -231,15 +231,20 @@ class SourceSession:
         self.links.was_absent(late_ns, now_ns)
         self.table.was_absent(late_ns, now_ns)
 
-    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:
+    def _remember(
+        self,
+        key: RoomKey,
+        reason: Reason,
+        text: str,
+        now_ns: int,
+        shown: bytes | None = None,
+        claimer: Replica | None = None,
+    ) -> None:
         """Record how a room ended. It needs no note any more, but one of another request's."""
         if shown is None:
-            self._forget_notes(key)
-        self.table.remember(key, reason, text, now_ns, shown=shown)
-
-    def _forget_notes(self, key: RoomKey) -> None:
-        self._completed.pop(key, None)
-        self._asks.pop(key, None)
+            self._completed.pop(key, None)
+            self._asks.pop(key, None)
+        self.table.remember(key, reason, text, now_ns, shown=shown, claimer=claimer)
 
     def _ended(self, key: RoomKey, capability: bytes) -> Ended | None:
         """Return how the room of a request with this capability has ended; None if it has not."""
@@ -727,8 +732,8 @@ class SourceSession:
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
         """Fail a room that failed at its target before its claim arrived here, or after a claim to our last life.
 
-        Our engine may offer the room later or has offered it, but no target will claim it. If the target has all slabs of this
-        rank, the claims of our siblings may not have arrived.
+        Our engine may offer the room later or has offered it, but no target will claim it. If this rank is done, the
+        target's claims may not have arrived at our siblings.
         """
         key = abort.pair.key
         reason = _lasting(abort.reason)
@@ -878,8 +883,7 @@ class SourceSession:
             return
         self._effect(room.ended())
         self._effect(RoomReleased(Half.SOURCE, room.key))
-        self._forget_notes(room.key)
-        self.table.remember(room.key, Reason.NONE, "", now_ns, claimer=room.claimer)
+        self._remember(room.key, Reason.NONE, "", now_ns, claimer=room.claimer)
         self._drop(room)
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int, shown: bytes | None = None) -> None:

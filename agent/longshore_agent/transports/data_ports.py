@@ -168,8 +168,7 @@ class DataPorts:
 
     def _described(self, opened: _Opened, port: socket.socket) -> DataPort | None:
         try:
-            number = port.getsockname()[1]
-            return DataPort(str(_bound(port)), number, self._protection(opened, port), _drops(port))
+            return DataPort(str(_bound(port)), port.getsockname()[1], self._protection(opened, port), _drops(port))
         except OSError:
             # The library's own thread has closed it just now.
             return None
