@@ -40,7 +40,7 @@ PARTS = {
     "kernels": "further shapes of the kernels in Triton's interpreter and of the reference engine",
     "layouts": "further pairs of layouts",
     "releases": "wheels, releases and the results of benchmarks",
-    "simulator": "many seeds of the simulator, all planted bugs, and a hundred thousand rooms",
+    "simulator": "many seeds of the simulator, and a hundred thousand rooms",
     "soak": "the soak with real agents",
     "storms": "thousands of aborts, messages of a gibibyte, further faults at decode, and runs of pytest that are ended",
     "transports": "behaviours of agents that `make test` shows over one transport, over the others",

@@ -499,7 +499,9 @@ PLANTS = {
     "untold completion": Plant(
         "a new life is not told of rooms that are done", _tell_no_completion, ("full hits and dying workers",)
     ),
-    "untold failure": Plant("a new life is not told of rooms that have failed", _tell_no_failure, ("workers die",)),
+    "untold failure": Plant(
+        "a new life is not told of rooms that have failed", _tell_no_failure, ("unsettled writes",)
+    ),
     "no room timeout": Plant(
         "nothing ends a room without a claim or an offer", _wait_for_ever, ("prefill cancels", "agents die")
     ),

@@ -21,7 +21,6 @@ def test_a_planted_bug_is_found_and_the_same_run_holds_without_it(name: str) -> 
     assert not without.fault, without.where
 
 
-@pytest.mark.rest("simulator")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_planted_bugs_are_found_within_twenty_thousand_rooms() -> None:
