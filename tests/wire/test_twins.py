@@ -295,6 +295,20 @@ def test_a_claim_that_comes_when_the_silence_of_a_moved_worker_ends_dials_the_ne
     assert scene.target.peers[two_writers.FIRST].address == "h:9"
 
 
+def test_a_namesake_that_answers_no_more_fails_no_room_of_the_other_address() -> None:
+    """The last life of a moved worker answered for a few seconds more, and then its host was cut off."""
+    scene = two_writers.Scene.of()
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 2)
+    scene.lost.add(two_writers.FIRST)
+    dialled = []
+    for _ in range(16):
+        scene.tick(SECOND_NS // 2)
+        dialled += [effect.address for effect in scene.effects if isinstance(effect, Dial)]
+        assert dialled or scene.ended(2) is None
+    assert dialled[0] == "h:9"
+
+
 def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode_was_stopped() -> None:
     scene = two_writers.Scene.of()
     target = scene.target

@@ -29,7 +29,7 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
-from longshore_wire.links import Link, Links, Outcome, PeerState, Writer
+from longshore_wire.links import PROBE_AFTER, Link, Links, Outcome, PeerState, Writer
 from longshore_wire.names import room_name
 from longshore_wire.peer_messages import (
     Abort,
@@ -758,7 +758,9 @@ class TargetSession:
         if link.attach is None and now_ns - link.dialled_ns >= _RIVAL_PATIENCE * self.config.heartbeat_ns:
             self._try_rival(link, now_ns)
             return
-        answers = link.attach is not None and link.heard_ns > link.rival_since_ns
+        # A life that has answered since, and is silent now, may have ended: then its name is the other address's.
+        since_ns = max(link.rival_since_ns + 1, now_ns - PROBE_AFTER * self.config.heartbeat_ns)
+        answers = link.attach is not None and link.heard_ns >= since_ns
         if answers and now_ns - link.rival_since_ns >= self.config.peer_timeout_ns:
             self._refuse_rivals(link, now_ns)
         else:
