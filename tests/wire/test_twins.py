@@ -295,6 +295,21 @@ def test_a_claim_that_comes_when_the_silence_of_a_moved_worker_ends_dials_the_ne
     assert scene.target.peers[two_writers.FIRST].address == "h:9"
 
 
+def test_the_worker_of_a_refused_room_is_told_of_its_end_once_its_namesake_has_ended() -> None:
+    """The namesake may be the last life of an engine that has moved, and was stopped for a while."""
+    scene = two_writers.Scene.of()
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 8)
+    assert scene.ended(2) is Reason.STALE_EPOCH
+    scene.target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
+    assert "h:9" in _dialled(scene.target)
+    attach = Attach(2, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=1)
+    attach_to(scene.target, two_writers.FIRST, attach, scene.now_ns)
+    said = [message for peer, message in messages_of(scene.target) if peer == two_writers.FIRST]
+    told = {each.pair.key.room: each.reason for each in said if isinstance(each, Abort)}
+    assert told[2] is Reason.STALE_EPOCH
+
+
 def test_a_namesake_that_answers_no_more_fails_no_room_of_the_other_address() -> None:
     """The last life of a moved worker answered for a few seconds more, and then its host was cut off."""
     scene = two_writers.Scene.of()

@@ -126,6 +126,9 @@ class Link:
     writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
     home: str = ""  # the address that is dialled after a writer's; empty: no writer's address is dialled only to ask
     rival_since_ns: int | None = None  # since when a room names another address although the peer answers at `address`
+    rival: str = (
+        ""  # an address that ended rooms have named; it is dialled to tell them so, if the peer is lost at `address`
+    )
 
     @property
     def epoch(self) -> int:

@@ -596,6 +596,9 @@ class TargetSession:
         link.rival_since_ns = None
         if rivals := self._rivals_of(link):
             self._dial_at(link, rivals[0][1].address, now_ns)
+        elif link.rival and now_ns < link.outcomes_until_ns:
+            rival, link.rival = link.rival, ""
+            self._dial_at(link, rival, now_ns)
         self._pump(now_ns)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
@@ -775,8 +778,9 @@ class TargetSession:
         for pair in room.pairs.values():
             link = self.peers[pair.peer]
             link.outcomes_until_ns = max(link.outcomes_until_ns, until_ns)
-            if self._concerns(link, pair):
-                lives.append(Life(pair.name, pair.pair.source_epoch, pair.source_engine))
+            address = "" if self._concerns(link, pair) else pair.address
+            link.rival = address or link.rival
+            lives.append(Life(pair.name, pair.pair.source_epoch, pair.source_engine, address))
         # Most rooms have the same lives, so they share one tuple.
         if len(self._lives) > _LIVES_KEPT_MAX:
             self._lives.clear()
@@ -798,7 +802,8 @@ class TargetSession:
         link.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
-                if life.name[0] == link.peer and life.epoch != attach.epoch:
+                is_here = main_address(life.address) in ("", main_address(attach.address))
+                if life.name[0] == link.peer and life.epoch != attach.epoch and is_here:
                     self._note_outcome(link, key, life.name[1], Outcome(ended, life.engine))
         done = Ended(Reason.NONE, "", self.table.remembered_until_ns(now_ns))
         for room, pair in self._rooms_of(link):
