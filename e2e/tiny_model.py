@@ -151,6 +151,22 @@ def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
     return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), _weights(sizes, [layer] * LAYERS))
 
 
+def make_alternating(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Laguna model without gates and experts, every other layer of which sees a window, below `directory` and return it."""
+    sizes, rope = _sizes(kv_heads), {"rope_type": "default", "rope_theta": 10000.0}
+    kinds = ["sliding_attention", "full_attention"]
+    config = _config(kv_heads) | {
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "gating": False,
+        "sliding_window": WINDOW,
+        "layer_types": kinds * (LAYERS // 2),
+        "mlp_layer_types": ["dense"] * LAYERS,
+        "rope_parameters": dict.fromkeys(kinds, rope),
+    }
+    return _write(directory / "laguna", kv_heads, config, _weights(sizes, [_attention(sizes, kv_heads)] * LAYERS))
+
+
 def make_sinks(directory: Path, kv_heads: int) -> TinyModel:
     """Write a gpt-oss model, every other layer of which sees a window, below `directory` and return it."""
     sizes = _sizes(kv_heads)

@@ -13,7 +13,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 SWITCH = "E2E_SGLANG_ZERO"
-# The word in the file that limits it to recurrent states.
+# The word in the file that limits it to recurrent states and windows.
 STATE = "state"
 
 
@@ -32,7 +32,8 @@ def _look(original: Any, receiver: Any) -> Any:
         pools, rows = manager.pools, manager.kv_args.page_size
         meant = [] if Path(os.environ[SWITCH]).read_text() == STATE else [(pools.kv, rows, receiver._pages)]
         # Of a slot each tensor has one row.
-        meant += [(pool, 1, receiver._others[0].pages) for pool in pools.others]
+        meant += [(pool, rows, receiver._others[0].pages) for pool in pools.windows]
+        meant += [(pool, 1, receiver._others[0].pages) for pool in pools.states]
         for pool, count, pages in meant:
             for tensor in type(pools)(pool).tensors:
                 for page in pages:

@@ -28,16 +28,19 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Family(NamedTuple):
-    """A model, the two sides, what engines need for it, and how far logprobs of one engine alone differ by its chunks."""
+    """A model, the two sides, what engines need for it, how far logprobs of one engine alone differ by its chunks, and whether
+    it has caches beside that of all tokens.
+    """
 
     make: Callable[[Path], TinyModel]
     prefill: Side
     decode: Side
     switches: Mapping[str, str]
     logprob_error_max: float = LOGPROB_ERROR_MAX
+    has_state: bool = False
 
 
-GATED = partial(tiny_model.make_gated, kv_heads=4)
+GATED, WINDOWED = partial(tiny_model.make_gated, kv_heads=4), partial(tiny_model.make_alternating, kv_heads=4)
 # SGLang's radix cache of states needs a GPU.
 WIDE, SINGLE = Side(2), Side(1, page_tokens=8)
 # With overlap scheduling, for which SGLang would record a GPU's event.
@@ -46,10 +49,12 @@ OVERLAPPED = {GATED_VARIABLE: "1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREF
 REPLICAS = Side(2, extra=("--attn-dp-size", "2"))
 FAMILIES = {
     "latents TP2-TP1": Family(tiny_model.make_latent, WIDE, SINGLE, {LATENT_VARIABLE: "1"}),
-    "states TP2-TP1": Family(GATED, WIDE, SINGLE, {GATED_VARIABLE: "1"}, 2e-2),
-    "states TP1-TP2": Family(GATED, OVERLAPPING, Side(2, plain=OVERLAPPING.plain), OVERLAPPED, 2e-2),
+    "states TP2-TP1": Family(GATED, WIDE, SINGLE, {GATED_VARIABLE: "1"}, 2e-2, has_state=True),
+    "states TP1-TP2": Family(GATED, OVERLAPPING, Side(2, plain=OVERLAPPING.plain), OVERLAPPED, 2e-2, has_state=True),
     # Two replicas of attention, each of one rank.
-    "states TP2-DP2": Family(GATED, WIDE, REPLICAS, {GATED_VARIABLE: "1"}, 2e-2),
+    "states TP2-DP2": Family(GATED, WIDE, REPLICAS, {GATED_VARIABLE: "1"}, 2e-2, has_state=True),
+    "windows TP2-TP1": Family(WINDOWED, WIDE, SINGLE, {}, has_state=True),
+    "windows TP1-TP2": Family(WINDOWED, SINGLE, WIDE, {}, has_state=True),
     "dense TP2-DP2": Family(partial(tiny_model.make, kv_heads=4), WIDE, REPLICAS, {}),
     "dense DP2-TP1": Family(partial(tiny_model.make, kv_heads=4), REPLICAS, SINGLE, {}),
 }
@@ -62,6 +67,9 @@ def _param(name: str) -> object:
         "latents": pytest.mark.family("DeepSeek V2 (MLA)", "latents", TOKENS_EQUAL, sizes),
         "dense": pytest.mark.family(
             "Qwen3 with data parallel attention", "K and V between the ranks of a replica", TOKENS_EQUAL, sizes
+        ),
+        "windows": pytest.mark.family(
+            "Laguna (sliding windows)", "K and V, of windowed layers the end of the prompt", TOKENS_EQUAL, sizes
         ),
         "states": pytest.mark.family(
             "Qwen3.5 (gated delta nets and attention)",
@@ -76,29 +84,29 @@ def _param(name: str) -> object:
 @pytest.fixture(scope="module", params=list(map(_param, FAMILIES)))
 def family(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Scene, Oracle, float]]:
-    """Engines of the family, the answers of one engine alone, and how far logprobs may differ from its."""
+) -> Iterator[tuple[Scene, Oracle, Family]]:
+    """Engines of a family, the answers of one engine alone, and the family."""
     made = FAMILIES[request.param]
     model, switches = made.make(tmp_path_factory.mktemp("model")), made.switches
     plugins = write_plugins(tmp_path_factory.mktemp("plugins"))
     alone = Oracle(nursery, model, PROMPTS, environment=switches, paths=(plugins,))
     by_itself = {"staging": "Auto", "digest": "true"}
     with Scene(nursery, model, made.prefill, made.decode, agent_settings=by_itself, environment=switches) as running:
-        yield running, alone, made.logprob_error_max
+        yield running, alone, made
 
 
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
-    family: tuple[Scene, Oracle, float],
+    family: tuple[Scene, Oracle, Family],
 ) -> None:
-    scene, alone, error_max = family
+    scene, alone, made = family
     answers = answers_at_once(scene, MANY_PROMPTS)
     assert [answer.tokens for answer in answers] == [alone(prompt) for prompt in MANY_PROMPTS]
-    assert alone.first_logprob_error(MANY_PROMPTS, answers) < error_max
+    assert alone.first_logprob_error(MANY_PROMPTS, answers) < made.logprob_error_max
     check_nothing_is_lent(scene)
 
 
-def test_with_what_moved_zeroed_the_tokens_of_every_telling_prompt_differ(family: tuple[Scene, Oracle, float]) -> None:
-    scene, alone, _ = family
+def test_with_what_moved_zeroed_the_tokens_of_every_telling_prompt_differ(family: tuple[Scene, Oracle, Family]) -> None:
+    scene, alone, made = family
     assert unchanged_by_zeroing(scene, alone) == []
-    if GATED_VARIABLE in scene.engines["decode"].options.environment:
+    if made.has_state:
         assert unchanged_by_zeroing(scene, alone, "state") == []

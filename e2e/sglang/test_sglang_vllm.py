@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,15 @@ import httpx
 import msgspec
 import pytest
 import scene as vllm_scene
+import tiny_model
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
+from families import TOKENS_EQUAL
 from sglang_engines import REQUEST_LIMIT_S, ROOT, Nursery, Prompt
 from sglang_engines import body as sglang_body
 from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, Oracle, random_prompt
-from sglang_scene import END_LIMIT_S, Scene, Side, tokens_in_use
+from sglang_scene import END_LIMIT_S, Scene, Side, tokens_in_use, write_plugins
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import make_keys
@@ -85,21 +87,22 @@ def vllm_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[vllm_engi
         yield running
 
 
-@pytest.fixture(scope="module", params=[TO_SGLANG, TO_VLLM])
-def pair(
-    request: pytest.FixtureRequest,
+@contextmanager
+def paired(
+    direction: str,
     nursery: Nursery,
     vllm_nursery: vllm_engines.Nursery,
     model: TinyModel,
-    alone: Oracle,
-    tmp_path_factory: pytest.TempPathFactory,
+    keys: Path,
+    vllm_options: Sequence[str] = (),
 ) -> Iterator[Pair]:
-    direction: str = request.param
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+    """Run two engines of a model, the one of TP2 and the other of TP1."""
     make_keys(keys)
     with ExitStack() as stack:
         is_to_sglang = direction == TO_SGLANG
-        vllm_side = vllm_scene.Side("vllm", 2 if is_to_sglang else 1, block_tokens=VLLM_BLOCK_TOKENS, pages="tokens")
+        vllm_side = vllm_scene.Side(
+            "vllm", 2 if is_to_sglang else 1, block_tokens=VLLM_BLOCK_TOKENS, pages="tokens", extra=vllm_options
+        )
         vllm = stack.enter_context(vllm_scene.Scene(vllm_nursery, model, [vllm_side], keys=keys))
         sides = (None, Side(1)) if is_to_sglang else (Side(2), None)
         sglang = stack.enter_context(Scene(nursery, model, *sides, keys=keys))
@@ -116,6 +119,19 @@ def pair(
         yield Pair(direction, vllm, sglang, address)
 
 
+@pytest.fixture(scope="module", params=[TO_SGLANG, TO_VLLM])
+def pair(
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    vllm_nursery: vllm_engines.Nursery,
+    model: TinyModel,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    with paired(request.param, nursery, vllm_nursery, model, keys) as running:
+        yield running
+
+
 def answers(url: str) -> bool:
     try:
         return httpx.get(url).status_code > 0
@@ -130,7 +146,8 @@ def check_nothing_is_lent(pair: Pair) -> None:
         until(partial(lambda engine: tokens_in_use(engine) == 0, engine), f"{name} has all its pages", END_LIMIT_S)
 
 
-def test_tokens_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(pair: Pair, alone: Oracle) -> None:
+def check_tokens(pair: Pair, alone: Oracle) -> None:
+    """Check that tokens of prompts that are moved at once equal those of one engine."""
     found = [tokens_of(choice["text"]) for choice in pair.at_once(list(PROMPTS))]
     assert found == [alone(prompt) for prompt in PROMPTS]
     moved = [scene.agents[name].metrics() for scene in (pair.vllm, pair.sglang) for name in scene.agents]
@@ -138,7 +155,8 @@ def test_tokens_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alon
     check_nothing_is_lent(pair)
 
 
-def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(pair: Pair, alone: Oracle) -> None:
+def check_zeroed(pair: Pair, alone: Oracle) -> None:
+    """Check that with what moved zeroed the tokens of every telling prompt differ."""
     telling = [prompt for prompt in PROMPTS if len(prompt) > TELLING_TOKENS_MIN]
     # Otherwise vLLM would use the pages of the test before.
     pair.vllm.engines["vllm"].forget_prefixes()
@@ -150,6 +168,42 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(pair
     same = [len(p) for p, choice in zip(telling, answers, strict=True) if tokens_of(choice["text"]) == alone(p)]
     assert same == []
     pair.vllm.engines["vllm"].forget_prefixes()
+
+
+def test_tokens_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(pair: Pair, alone: Oracle) -> None:
+    check_tokens(pair, alone)
+
+
+def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(pair: Pair, alone: Oracle) -> None:
+    check_zeroed(pair, alone)
+
+
+@pytest.mark.family(
+    "Laguna (sliding windows), with vLLM",
+    "K and V, of windowed layers the end of the prompt",
+    TOKENS_EQUAL,
+    "vLLM TP2 → SGLang TP1",
+)
+def test_windows_of_vllm_move_to_sglang(nursery: Nursery, vllm_nursery: vllm_engines.Nursery, tmp_path: Path) -> None:
+    check_windows(TO_SGLANG, nursery, vllm_nursery, tmp_path)
+
+
+@pytest.mark.family(
+    "Laguna (sliding windows), with vLLM",
+    "K and V, of windowed layers the end of the prompt",
+    TOKENS_EQUAL,
+    "SGLang TP2 → vLLM TP1",
+)
+def test_windows_of_sglang_move_to_vllm(nursery: Nursery, vllm_nursery: vllm_engines.Nursery, tmp_path: Path) -> None:
+    check_windows(TO_VLLM, nursery, vllm_nursery, tmp_path)
+
+
+def check_windows(direction: str, nursery: Nursery, vllm_nursery: vllm_engines.Nursery, directory: Path) -> None:
+    model = tiny_model.make_alternating(directory / "model", 4)
+    alone = Oracle(nursery, model, PROMPTS, paths=(write_plugins(directory / "plugins"),))
+    with paired(direction, nursery, vllm_nursery, model, directory / "keys") as running:
+        check_tokens(running, alone)
+        check_zeroed(running, alone)
 
 
 def test_a_text_has_the_tokens_and_first_logprob_of_its_ids(pair: Pair, alone: Oracle) -> None:

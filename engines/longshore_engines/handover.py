@@ -34,6 +34,8 @@ ROOM = "longshore_room"
 LIFE = "longshore_life"
 # The key by which a router tells prefill, in any request, that it no longer needs a prompt: the prompt's handover.
 RELEASE = "longshore_release"
+# The key by which a router tells a prefill engine that decode computes no token of the prompt, as SGLang's decode engines.
+WHOLE = "longshore_whole"
 ROOM_END = 1 << 64
 # The flags with which routers for vLLM control prefill and decode.
 WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"

@@ -22,6 +22,7 @@ from longshore_engines.handover import (
     ROOM,
     WANTS_DECODE,
     WANTS_PREFILL,
+    WHOLE,
     Ask,
     Claim,
     Fail,
@@ -175,10 +176,12 @@ class RequestBook:
         """Return how many of its last tokens a new request must lose, since decode computes them.
 
         Decode computes a prompt's last token to get the next one. Where a state or a window moves, prefill must stop before
-        it: a state that has taken in a token cannot give it back, and a window that has moved on lacks its first token.
+        it: a state that has taken in a token cannot give it back, and a window that has moved on lacks its first token. A decode
+        engine other than vLLM needs all of them.
         """
-        wanted = parameters is not None and parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles
-        return self._held_back if wanted else 0
+        if parameters is None or parameters.get(WHOLE) or Half.SOURCE not in self._roles:
+            return 0
+        return self._held_back if parameters.get(WANTS_DECODE) else 0
 
     def matched(
         self,
@@ -487,7 +490,8 @@ class RequestBook:
         if self._content != found.content:
             raise ArgumentError(
                 f"pages hold {found.content!r} at prefill and {self._content!r} here: bytes of one mean nothing to the "
-                "other; give both engines the same attention backend, data type and kind of processor"
+                "other; give both engines the same attention backend, data type and kind of processor. Recurrent states and latents "
+                "move between two engines of vLLM alone"
             )
 
     def _nothing_of(self, found: Handover, request_id: str, binding: Binding) -> Claim:

@@ -26,7 +26,7 @@ from longshore_engines.sglang_checks import (
     check_version,
     is_chosen,
 )
-from longshore_engines.sglang_pools import record, share_early, tell_kv_heads
+from longshore_engines.sglang_pools import Model, record, share_early, tell
 
 
 def register() -> None:
@@ -56,7 +56,8 @@ def register() -> None:
         (_kv_class, around),
         (_shared, after),
         (_shared, after),
-        (_decode_begins, before),
+        (_begins, before),
+        (_begins, before),
         (_receiver_made, after),
         (_sender_made, after),
         *of_version[sglang_version],
@@ -98,10 +99,22 @@ def _shared(_result: Any, pool: Any, *_arguments: Any, **_named: Any) -> None:
         record(pool)
 
 
-def _decode_begins(queue: Any) -> None:
-    """Record the number of KV heads of the whole model, which SGLang tells its backends at prefill only."""
+def _begins(queue: Any) -> None:
+    """Record what SGLang does not tell its backends of the model."""
     if _is_ours():
-        tell_kv_heads(queue.scheduler.model_config.get_total_num_kv_heads())
+        scheduler = queue.scheduler
+        model = scheduler.model_config
+        tell(Model(model.get_total_num_kv_heads(), vars(model.hf_text_config), _window_tokens(scheduler)))
+
+
+def _window_tokens(scheduler: Any) -> int:
+    """Return how many tokens before the next one layers with a window read; 0: there are none.
+
+    SGLang's scheduler keeps one more for some models.
+    """
+    layers = scheduler.tp_worker.model_runner.model.modules()
+    own = [size for layer in layers if (size := getattr(layer, "sliding_window_size", None)) and size > 0]
+    return max(own, default=getattr(scheduler, "sliding_window_size", None) or 0)
 
 
 def _receiver_made(decode_req: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:

@@ -20,6 +20,7 @@ HOOKED = (
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._init_kv_manager",
+    "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._create_receiver_and_enqueue",
     "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender",
 )
@@ -31,8 +32,8 @@ HOOKED_BY_VERSION = {
     ),
     V0_5_16: ("sglang.srt.managers.scheduler:Scheduler.abort_request",),
 }
-# SGLang's names of what a model keeps beside K and V of all tokens, which is moved: recurrent states.
-STATE_KINDS = ("mamba",)
+# SGLang's names of what a model keeps beside K and V of all tokens, which is moved: recurrent states, and K and V of windows.
+STATE_KINDS = {V0_5_23: ("mamba", "swa"), V0_5_16: ()}
 _FLAG = "--disaggregation-transfer-backend"
 # SGLang allocates its metadata on the GPU if this is set.
 _METADATA_VARIABLE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
@@ -62,12 +63,13 @@ def check_hooks(targets: Mapping[str, Any]) -> None:
             )
 
 
-def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Mapping[str, str]) -> None:
+def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Mapping[str, str], version: str) -> None:
     """Raise ArgumentError if the connector cannot move this kind of cache; names the kind and the remedy."""
     kinds = [getattr(kind, "value", str(kind)) for kind in kv_args.state_types]
-    if unknown := [kind for kind in kinds if kind not in STATE_KINDS]:
+    if unknown := [kind for kind in kinds if kind not in STATE_KINDS[version]]:
+        moved = " and ".join(STATE_KINDS[version]) or "none"
         raise ArgumentError(
-            f"the model keeps state of the kind {', '.join(unknown)} beside its KV: only {' and '.join(STATE_KINDS)} are moved"
+            f"the model keeps state of the kind {', '.join(unknown)} beside its KV: with SGLang {version} {moved} is moved"
         )
     if kinds and parallel.pp_size > 1:
         raise ArgumentError(

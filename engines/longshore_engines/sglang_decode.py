@@ -173,7 +173,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         if tokens != self.prompt_tokens:
             self.failure = (
                 f"the prompt has {self.prompt_tokens} tokens here and {tokens} at prefill: let the router pass the prompt "
-                "on as token ids"
+                "on as token ids, and give prefill kv_transfer_params.longshore_whole"
             )
             return
         theirs = handed.handover.binding
@@ -203,7 +203,8 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         if grant.content != manager.content:
             self.failure = (
                 f"pages hold {grant.content!r} at prefill and {manager.content!r} here: give both engines the same data "
-                "type of the KV cache, and vLLM the option pages: tokens"
+                "type of the KV cache, and vLLM the option pages: tokens. Recurrent states and latents move between two engines of "
+                "SGLang alone"
             )
             return
         try:

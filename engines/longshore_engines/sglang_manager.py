@@ -44,7 +44,7 @@ from longshore_engines.asks import (
 )
 from longshore_engines.halves import CallThread, Halves, OpenHalf
 from longshore_engines.sglang_checks import HOOKED, HOOKED_BY_VERSION, check_engine, check_hooks
-from longshore_engines.sglang_pools import content_of, found_pools, shared_pools, told_kv_heads
+from longshore_engines.sglang_pools import content_of, found_pools, shared_pools, told
 from longshore_engines.sglang_versions import ManagerBase, replicas
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import Parallel
@@ -78,7 +78,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         parallel = get_parallel()
         check_hooks({path: pkgutil.resolve_name(path) for path in (*HOOKED, *HOOKED_BY_VERSION[sglang_version])})
-        check_engine(args, server_args, parallel, os.environ)
+        check_engine(args, server_args, parallel, os.environ, sglang_version)
         self.is_source = disaggregation_mode == DisaggregationMode.PREFILL
         self.lock = threading.Lock()
         self.asks = Asks()
@@ -98,11 +98,10 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
             self._start_heartbeat_checker_thread()
 
     def _connect_agent(self, args: Any, place: Parallel, parallel: Any) -> None:
-        self.pools = pools = found_pools(args)
-        # SGLang tells prefill in its arguments. It does not for MLA, which does not need it.
-        heads = getattr(args, "total_kv_head_num", 1) if self.is_source else told_kv_heads()
+        model = told()
+        self.pools = pools = found_pools(args, model.window_tokens)
         layers = parallel.pp_group.all_gather_object(pools.kv.layer_num)
-        shared = shared_pools(pools, heads, layers, place, args.page_size)
+        shared = shared_pools(pools, model, layers, place)
         world = parallel.world_group
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
         role = Half.SOURCE if self.is_source else Half.TARGET

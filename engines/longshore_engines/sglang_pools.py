@@ -1,4 +1,4 @@
-"""Finds SGLang's pools of K and V and of states, and shares them with the agent.
+"""Finds SGLang's pools of K and V, of windows and of states, and shares them with the agent.
 
 Called by the hooks of `sglang` when a pool is made, and by `sglang_manager` once. It uses attributes of SGLang's pools and
 does not import SGLang.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longshore_client.arguments import CacheTokens
@@ -16,22 +16,47 @@ from longshore_client.errors import ArgumentError
 from longshore_client.memory import torch_region
 from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
-from longshore_engines.tensors import CONV, SSM, SharedCaches, SlotCache, share_rows, state_slots
+from longshore_engines.tensors import (
+    CONV,
+    GATED_DELTA,
+    SSM,
+    RowCache,
+    SharedCaches,
+    SlotCache,
+    share_rows,
+    state_content,
+    state_slots,
+    whole_heads,
+)
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 # The pools of this process whose memory was moved before SGLang took pointers. A model may have several.
 _recorded: list[weakref.ref[Any]] = []
-_told_kv_heads: list[int] = []
+_told: list[Model] = []
 
 
-def tell_kv_heads(kv_heads: int) -> None:
-    """Record the number of KV heads of the whole model."""
-    _told_kv_heads.append(kv_heads)
+class Model(NamedTuple):
+    """What SGLang does not tell its transfer backends of a model.
+
+    Attributes:
+        kv_heads: of the whole model.
+        config: the fields of its config.
+        window_tokens: tokens before the next one that windowed layers read; 0: none has a window.
+    """
+
+    kv_heads: int
+    config: Mapping[str, object] = {}
+    window_tokens: int = 0
 
 
-def told_kv_heads() -> int:
-    """Return the number of KV heads of the whole model, as last told."""
-    return _told_kv_heads[-1]
+def tell(model: Model) -> None:
+    """Record the model, before SGLang makes its transfer backend."""
+    _told.append(model)
+
+
+def told() -> Model:
+    """Return the model, as last told."""
+    return _told[-1]
 
 
 def record(pool: Any) -> None:
@@ -56,39 +81,65 @@ class Pools(NamedTuple):
 
     Attributes:
         kv: of the layers that attend to all tokens.
-        others: those of SGLang's `state_types`, of recurrent states.
+        others: those of SGLang's `state_types`: of layers with a window, and of recurrent states.
+        page_size: tokens of a page of pools of K and V.
+        window_tokens: see `Model`.
     """
 
     kv: Any
     others: tuple[Any, ...] = ()
+    page_size: int = 1
+    window_tokens: int = 0
 
     @property
     def tensors(self) -> list[Any]:
         """The tensors of all pools."""
         return [tensor for pool in (self.kv, *self.others) for tensor in _tensors(pool)]
 
+    @property
+    def windows(self) -> list[Any]:
+        """The pools of layers with a window, whose caches follow the first one."""
+        return [pool for pool in self.others if not _is_states(pool)]
+
+    @property
+    def states(self) -> list[Any]:
+        """The pools of recurrent states, whose caches follow those of windows."""
+        return [pool for pool in self.others if _is_states(pool)]
+
     def state_tokens(self, named: Sequence[Any], end_token: int) -> list[CacheTokens]:
         """Return what the caches beside that of `kv` have of a prompt.
 
         Args:
-            named: of each of `others` the prompt's slot, as SGLang gives it with the last chunk.
+            named: of each of `others` what SGLang gives with the last chunk: the prompt's slot of states, and the pages from the
+                window's first token on, which both sides round down to pages of their own size.
             end_token: length of the prompt.
         """
-        slots = [int(slot) for indices in named for each in indices for slot in each.reshape(-1)]
+        windows: list[tuple[Sequence[int], int]] = []
+        states: list[tuple[Sequence[int], int]] = []
+        for pool, indices in zip(self.others, named, strict=False):
+            if _is_states(pool):
+                slots = [int(slot) for each in indices for slot in each.reshape(-1)]
+                states += [((slot,), 0) for slot in slots for _ in (CONV, SSM)]
+            else:
+                first_page = -(-end_token // self.page_size) - len(indices)
+                first_token = max(first_page * self.page_size, end_token - self.window_tokens)
+                windows.append((indices.tolist()[first_token // self.page_size - first_page :], first_token))
         return [
-            CacheTokens(1 + 2 * number + part, (slot,), 0, end_token)
-            for number, slot in enumerate(slots)
-            for part in range(len((CONV, SSM)))
+            CacheTokens(cache, pages, first_token, end_token)
+            for cache, (pages, first_token) in enumerate((*windows, *states), 1)
         ]
 
 
-def found_pools(args: Any) -> Pools:
+def found_pools(args: Any, window_tokens: int) -> Pools:
     """Return the recorded pools that have the addresses which SGLang gives to its transfer backend.
 
+    Args:
+        window_tokens: see `Model`.
     Raises:
         ArgumentError: there is none, or its layout is not supported.
     """
-    return Pools(_found(args.kv_data_ptrs), tuple(map(_found, getattr(args, "state_data_ptrs", ()))))
+    others = tuple(map(_found, getattr(args, "state_data_ptrs", ())))
+    return Pools(_found(args.kv_data_ptrs), others, args.page_size, window_tokens)
 
 
 def _found(pointers: Sequence[int]) -> Any:
@@ -103,25 +154,20 @@ def _found(pointers: Sequence[int]) -> Any:
     )
 
 
-def shared_pools(
-    pools: Pools, kv_heads: int, layers: Sequence[int], parallel: Parallel, page_size: int
-) -> SharedCaches:
+def shared_pools(pools: Pools, model: Model, layers: Sequence[int], parallel: Parallel) -> SharedCaches:
     """Share found pools.
 
     Args:
-        kv_heads: of the whole model; not used for MLA.
-        layers: number of layers in `pools.kv` of each pipeline stage.
+        layers: number of layers in `pools.kv` of each pipeline stage. The other pools are of all layers.
     Raises:
         LayoutError, ArgumentError: as `share_rows`.
     """
-    tensors = _tensors(pools.kv)
-    width, size = tensors[0].shape[2], tensors[0].element_size()
-    model = ModelShape.latent(sum(layers), width, size)
-    if hasattr(pools.kv, "k_buffer"):
-        model = ModelShape.kv(sum(layers), kv_heads, width, size)
-    layout = KVLayout(model, parallel, page_size, stage_layers=tuple(layers) if len(layers) > 1 else None)
+    rows = [_row_cache(pools.kv, "kv", model, layers, parallel, pools.page_size)]
+    for number, pool in enumerate(pools.windows, 1):
+        name = "window" if number == 1 else f"window-{number}"
+        rows.append(_row_cache(pool, name, model, (pool.layer_num,), parallel, pools.page_size))
     slots: list[SlotCache] = []
-    for pool in pools.others:
+    for pool in pools.states:
         conv, states = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
         sections = tuple(zip(_state_heads(pool, parallel.tp), _state_widths(pool), strict=True))
         if [heads * width for heads, width in sections] != list(pool.conv_shard_groups):
@@ -130,7 +176,20 @@ def shared_pools(
                 f"{_state_widths(pool)}: which of them is of which head is not known"
             )
         slots += state_slots(list(conv), list(states), sections, parallel, len(conv), is_dim_first=True)
-    return share_rows(tensors, layout, slots)
+    return share_rows(rows, slots)
+
+
+def _row_cache(
+    pool: Any, name: str, model: Model, layers: Sequence[int], parallel: Parallel, page_size: int
+) -> RowCache:
+    tensors = _tensors(pool)
+    (_, local, width), size = tensors[0].shape, tensors[0].element_size()
+    shape = ModelShape.latent(sum(layers), width, size)
+    if hasattr(pool, "k_buffer"):
+        heads = whole_heads(f"0 of cache {name!r}", local, parallel.tp, model.kv_heads, model.config)
+        shape = ModelShape.kv(sum(layers), heads, width, size)
+    stages = tuple(layers) if len(layers) > 1 else None
+    return RowCache(tensors, KVLayout(shape, parallel, page_size, stage_layers=stages, name=name))
 
 
 def _state_widths(pool: Any) -> tuple[int, int, int]:
@@ -147,12 +206,15 @@ def _state_heads(pool: Any, tp: int) -> tuple[int, int, int]:
 
 def content_of(pools: Pools) -> str:
     """Return the meaning of the bytes of all pools, beyond the layout; equal on both sides."""
-    pool = pools.kv
-    texts = [token_content(pool.dtype) if hasattr(pool, "k_buffer") else f"SGLang's latents of {pool.dtype}"]
-    for other in pools.others:
-        conv, states = other.mamba_cache.conv[0], other.mamba_cache.temporal
-        texts.append(f"SGLang's states of gated delta rules, conv {conv.dtype}, ssm {states.dtype}")
-    return "; ".join(texts)
+    texts = [
+        token_content(pool.dtype) if hasattr(pool, "k_buffer") else f"SGLang's latents of {pool.dtype}"
+        for pool in (pools.kv, *pools.windows)
+    ]
+    for pool in pools.states:
+        conv, states = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
+        texts.append(state_content("SGLang", GATED_DELTA, conv.dtype, states.dtype, is_dim_first=True))
+    # Windows of the same data type as the rest need no words of their own, as with vLLM.
+    return "; ".join(dict.fromkeys(texts))
 
 
 def _is_states(pool: Any) -> bool:

@@ -24,6 +24,8 @@ from longshore_wire.errors import LayoutError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane, PlaneGeometry, PoolGeometry
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+# What models call the number of KV heads, of all layers or of some.
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _DIMENSIONS = ("block", "head", "token", "content")
 
 
@@ -80,6 +82,18 @@ class CacheShape(NamedTuple):
     name: str = "kv"
 
 
+class RowCache(NamedTuple):
+    """A cache whose tensors have a row for each token: page p is the rows from p * page_size on.
+
+    Attributes:
+        tensors: each [tokens, heads, elements] without gaps; K of each local layer, then V of each, as `PoolGeometry` has its
+            planes. For latents one a layer.
+    """
+
+    tensors: Sequence[KVTensor]
+    layout: KVLayout
+
+
 class SlotCache(NamedTuple):
     """A cache of recurrent states: the tensor of each local layer, [blocks, ...] with a block's bytes adjacent, and the layout.
 
@@ -92,6 +106,23 @@ class SlotCache(NamedTuple):
 
 # Of what a layer keeps of a sequence: the last tokens' channels, which it convolves, and its recurrent state.
 CONV, SSM = "conv", "ssm"
+
+
+GATED_DELTA = "gated delta rules"
+
+
+def state_content(engine: str, kind: str, conv: object, state: object, *, is_dim_first: bool) -> str:
+    """Return the meaning of the bytes of recurrent states, beyond the layout.
+
+    Args:
+        engine: its name. Kernels of two engines may keep a head's square state in other orders.
+        conv, state: types of their elements, such as torch.float32.
+        is_dim_first: see `state_slots`.
+    """
+    # vLLM's words for an option: "DS" is [channels, rows].
+    order = "DS" if is_dim_first else "SD"
+    types = (str(dtype).removeprefix("torch.") for dtype in (conv, state))
+    return "{}'s states of {}, conv {} {}, ssm {}".format(engine, kind, order, *types)
 
 
 def state_slots(
@@ -141,6 +172,32 @@ class SharedCaches(NamedTuple):
     geometries: tuple[PoolGeometry, ...]
     regions: tuple[int, ...] | tuple[DeviceRegion, ...]
     device: str
+
+
+def whole_heads(name: str, local: int, tp: int, total: int, config: Mapping[str, object]) -> int:
+    """Return the KV heads of the whole model in a layer.
+
+    Args:
+        local: of this rank.
+        total: of the model, as its engine says.
+        config: the fields of the model's config.
+    Raises:
+        ArgumentError: one head of each rank may be one that other ranks have, too, and the config has several numbers.
+    """
+    if tp == 1 or local > 1:
+        return local * tp
+    others = {
+        key: value
+        for key, value in config.items()
+        if key.endswith(_KV_HEADS) and isinstance(value, int) and value != total
+    }
+    if others:
+        key, value = others.popitem()
+        raise ArgumentError(
+            f"layer {name} has one KV head on this rank, and the model {total} or, by {key}, {value}: which of them ranks share is "
+            "not known here; use a tensor parallel size that is less than the number of KV heads"
+        )
+    return min(tp, total)
 
 
 def layer_number(name: str) -> int:
@@ -250,16 +307,19 @@ def _slot_part(slot: SlotCache) -> _Part:
     return _Part(slot.tensors, layout, first.shape[0], planes)
 
 
-def share_rows(tensors: Sequence[KVTensor], layout: KVLayout, slots: Sequence[SlotCache] = ()) -> SharedCaches:
-    """Share tensors that have a row for each token, as `share` does: page p is the rows from p * page_size on.
+def share_rows(caches: Sequence[RowCache], slots: Sequence[SlotCache] = ()) -> SharedCaches:
+    """Share tensors that have a row for each token, as `share` does.
 
     Args:
-        tensors: each [tokens, heads, elements] without gaps; K of each local layer, then V of each, as `PoolGeometry`
-            has its planes. For Attention.LATENT one a layer.
         slots: further caches.
     Raises:
-        LayoutError, ArgumentError: this layout cannot describe the tensors, or the memory cannot be shared.
+        LayoutError, ArgumentError: a layout cannot describe its tensors, or the memory cannot be shared.
     """
+    return _shared([*map(_row_part, caches), *map(_slot_part, slots)])
+
+
+def _row_part(cache: RowCache) -> _Part:
+    tensors, layout = cache
     layout.check()
     heads, elements, page_size = len(layout.heads), layout.model.head_dim, layout.page_size
     for index, tensor in enumerate(tensors):
@@ -270,8 +330,8 @@ def share_rows(tensors: Sequence[KVTensor], layout: KVLayout, slots: Sequence[Sl
             or shape != tuple(tensors[0].shape)
         ):
             raise LayoutError(
-                f"KV tensor {index} has the shape {shape} and the strides {stride}: this rank's layout has rows of "
-                f"{heads} heads of {elements} elements without gaps"
+                f"KV tensor {index} of cache {layout.name!r} has the shape {shape} and the strides {stride}: this rank's layout has "
+                f"rows of {heads} heads of {elements} elements without gaps"
             )
     head_bytes = layout.model.head_bytes
     row_bytes = heads * head_bytes
@@ -281,7 +341,7 @@ def share_rows(tensors: Sequence[KVTensor], layout: KVLayout, slots: Sequence[Sl
             PlaneGeometry(each.region, each.offset, page_size * row_bytes, row_bytes, head_bytes) for each in blocks
         )
 
-    return _shared([_Part(tensors, layout, tensors[0].shape[0] // page_size, planes), *map(_slot_part, slots)])
+    return _Part(tensors, layout, tensors[0].shape[0] // page_size, planes)
 
 
 class _Part(NamedTuple):

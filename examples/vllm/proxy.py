@@ -230,7 +230,9 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
         return await _from_sglang(call, prompt, body, prefill, decode)
     prompt |= {"kv_transfer_params": {"do_remote_decode": True}}
     if isinstance(decode, SGLang):
-        answer = await call.post(prefill, prompt | {"return_token_ids": True})
+        # SGLang's decode engines compute no token of a prompt.
+        whole = {"kv_transfer_params": prompt["kv_transfer_params"] | {"longshore_whole": True}}
+        answer = await call.post(prefill, prompt | whole | {"return_token_ids": True})
         with _reading(prefill):
             handed = _for_sglang(answer, prefill)
         return await call.answer(decode.url, body | handed)
@@ -377,15 +379,19 @@ async def _from_sglang(
             tokens = found["tokens"]
     if not _is_ids(tokens):
         raise EngineError(BAD_REQUEST, "between engines of two kinds the prompt is one text, or its token ids")
+    # vLLM computes a prompt's last token itself. A recurrent state that has taken it in cannot give it back.
+    moved = tokens[:-1]
+    if not moved:
+        return await call.answer(decode, body | {"prompt": tokens})
     place = {"bootstrap_host": host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-    computed = asyncio.create_task(call.post(prefill.url, prompt | {"prompt": tokens} | place))
+    computed = asyncio.create_task(call.post(prefill.url, prompt | {"prompt": moved} | place))
     COMPUTING.add(computed)
     computed.add_done_callback(_end)
     try:
         asked = asyncio.create_task(
             call.client.get(
                 f"http://{host}:{prefill.bootstrap_port}/longshore/handover",
-                params={"room": room, "tokens": len(tokens)},
+                params={"room": room, "tokens": len(moved)},
             )
         )
         # Prefill answers when decode has the prompt, so an earlier answer is an error.

@@ -19,7 +19,7 @@ from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool, check_geometry
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Plane, PlaneGeometry, PoolGeometry
 
 LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, PAGE_COUNT = 2, 2, 8, 4, 5
 LAYOUT = KVLayout(ModelShape.kv(LAYERS, HEADS, HEAD_DIM, 2), Parallel(), PAGE_SIZE)
@@ -213,6 +213,19 @@ def test_page_ids_are_checked_by_index(descriptor: int) -> None:
         assert refused.value.reason is Reason.PAGE_OUT_OF_RANGE
     with pytest.raises(LongshoreError, match=r"^pages\[1\] and pages\[3\] are both 2"):
         pool.check_pages(np.array([0, 2, 3, 2], dtype=np.int32), unique=True)
+    pool.close()
+
+
+def test_layers_of_a_state_need_pages_of_their_own_only_where_they_share_a_tensor(descriptor: int) -> None:
+    # One layer a page: the first and the last lie in one tensor.
+    layout = KVLayout(ModelShape(3, (Plane(HEADS, 64),), 4), Parallel(), 1, PageOrder.SLOT, name="ssm")
+    planes = tuple(PlaneGeometry(0, at * PLANE_BYTES, HEADS * 64, HEADS * 64, 64) for at in (0, 1, 0))
+    pool = KVPool(layout, PoolGeometry(PAGE_COUNT, (4 * PLANE_BYTES,), planes), [descriptor])
+    pool.check_claimed(np.array([], dtype=np.int32))
+    pool.check_claimed(np.array([4, 4, 1], dtype=np.int32))
+    with pytest.raises(LongshoreError, match=r"^pages\[0\] and pages\[2\] are both 4") as refused:
+        pool.check_claimed(np.array([4, 1, 4], dtype=np.int32))
+    assert refused.value.reason is Reason.TOKENS_OVERLAP
     pool.close()
 
 

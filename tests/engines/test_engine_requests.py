@@ -598,6 +598,7 @@ def test_a_prompt_of_which_prefill_has_computed_every_token_is_refused_where_its
 
 
 def test_prefill_shortens_prompts_for_decode_alone_and_only_where_a_state_or_window_moves():
+    assert hybrid().shortened({"do_remote_decode": True, "longshore_whole": True}) == 0
     assert hybrid().shortened({"do_remote_decode": True}) == 1
     assert hybrid().shortened({"do_remote_prefill": True}) == 0
     assert hybrid().shortened(None) == 0

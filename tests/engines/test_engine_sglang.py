@@ -32,7 +32,8 @@ from stand_in_sglang import (
     installed,
 )
 
-from longshore_client import Endpoint, Half, Reason
+from longshore_client import ArgumentError, Endpoint, Half, Reason
+from longshore_client.arguments import CacheTokens
 from longshore_engines import sglang_pools
 from longshore_engines.asks import TAG, VERSION, Ask, Decline, FirstToken, Grant, Left, frames_of, message_of, own_key
 from longshore_engines.handover import Prompt, packed_handover
@@ -70,7 +71,7 @@ class Engine:
         self.pool = fake.Pool(4, torch)
         sglang_pools.share_early(self.pool)
         sglang_pools.record(self.pool)
-        sglang_pools.tell_kv_heads(HEADS)
+        sglang_pools.tell(sglang_pools.Model(HEADS))
         self.rows = [(ctypes.c_char * (length * 2))() for length in AUX_LENGTHS]
         tensors = [*self.pool.k_buffer, *self.pool.v_buffer]
         args = SimpleNamespace(
@@ -612,7 +613,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
         assert fake.WORLD["choices"] == ["longshore"]
-        assert len(fake.Hooks.registered) == 8
+        assert len(fake.Hooks.registered) == 9
         assert fake.Backend("longshore").value == "longshore"
         with pytest.raises(ValueError, match="unknown"):
             fake.Backend("unknown")
@@ -657,9 +658,9 @@ def states_pool(tp, tp_rank):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_heads(tp):
     kv = fake.Pool(4, torch)
-    pools = sglang_pools.Pools(kv, (states_pool(tp, 0),))
+    pools = sglang_pools.Pools(kv, (states_pool(tp, 0),), PAGE_TOKENS)
     parallel = Parallel(tp=tp, tp_rank=0)
-    shared = sglang_pools.shared_pools(pools, HEADS * tp, [LAYERS], parallel, PAGE_TOKENS)
+    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS * tp), [LAYERS], parallel)
     for region in shared.regions:
         os.close(region)
     names = [each.name for each in shared.layout.caches]
@@ -669,6 +670,45 @@ def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_he
     assert [(plane.heads, plane.row_bytes) for plane in ssm.model.planes] == [(8, 16 * 32 * 4)]
     assert {conv.page_size, ssm.page_size} == {2}
     assert "gated delta rules" in sglang_pools.content_of(pools)
+
+
+def test_layers_with_a_window_are_a_cache_of_their_own_before_states():
+    pools = sglang_pools.Pools(fake.Pool(4, torch), (states_pool(1, 0), fake.Pool(3, torch)), PAGE_TOKENS, 5)
+    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS), [LAYERS], Parallel())
+    for region in shared.regions:
+        os.close(region)
+    assert [each.name for each in shared.layout.caches] == ["kv", "window", "conv", "ssm"]
+    assert [each.page_count for each in shared.geometries] == [4, 3, 5, 5]
+    assert sglang_pools.content_of(pools).count(";") == 1
+
+
+def test_a_rank_with_one_kv_head_of_layers_of_unequal_heads_is_refused():
+    pool = fake.Pool(4, torch)
+    pool.k_buffer = pool.v_buffer = [torch.zeros(4 * PAGE_TOKENS, 1, 8)]
+    pools = sglang_pools.Pools(pool, (), PAGE_TOKENS)
+    model = sglang_pools.Model(1, {"num_key_value_heads": 1, "swa_num_key_value_heads": 2})
+    with pytest.raises(ArgumentError, match="by swa_num_key_value_heads, 2"):
+        sglang_pools.shared_pools(pools, model, [1], Parallel(tp=2))
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "prompt", "pages", "own", "first_token"),
+    [
+        # Decode's pages are larger than prefill's: its first page begins before what prefill has.
+        (4, 14, [7, 8], [7, 8], 9),
+        (16, 14, [7], [7], 9),
+        # SGLang's scheduler counts one token more than layers read, for some models.
+        (1, 14, [2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7], 9),
+        # A prefix that decode has, up to a whole page, is in the window.
+        (4, 14, [8], [8], 12),
+        (4, 3, [7], [7], 0),
+    ],
+)
+def test_a_window_begins_at_its_first_token_whatever_the_pages(page_tokens, prompt, pages, own, first_token):
+    pools = sglang_pools.Pools(fake.Pool(4, torch), (fake.Pool(9, torch), states_pool(1, 0)), page_tokens, 5)
+    window, conv, ssm = pools.state_tokens([np.array(pages), [np.array(3)]], prompt)
+    assert window == CacheTokens(1, own, first_token, prompt)
+    assert (conv, ssm) == (CacheTokens(2, (3,), 0, prompt), CacheTokens(3, (3,), 0, prompt))
 
 
 def test_a_prompt_has_a_slot_of_both_parts_of_states():

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from longshore_client import ArgumentError
-from longshore_engines.sglang_checks import check_engine, check_hooks, check_pool, check_version, is_chosen
+from longshore_engines.sglang_checks import (
+    V0_5_16,
+    V0_5_23,
+    check_engine,
+    check_hooks,
+    check_pool,
+    check_version,
+    is_chosen,
+)
 
 
 def facts(**changed):
@@ -28,9 +36,9 @@ def facts(**changed):
     return SimpleNamespace(**{**plain, **changed})
 
 
-def check(environment=None, **changed):
+def check(environment=None, version=V0_5_23, **changed):
     found = facts(**changed)
-    check_engine(found, found, found, environment or {})
+    check_engine(found, found, found, environment or {}, version)
 
 
 def test_a_plain_engine_is_served():
@@ -41,6 +49,7 @@ def test_a_plain_engine_is_served():
     ("changed", "named"),
     [
         ({"state_types": [SimpleNamespace(value="mamba"), SimpleNamespace(value="dsa")]}, "of the kind dsa"),
+        ({"state_types": [SimpleNamespace(value="swa")], "version": V0_5_16}, "with SGLang 0.5.16 none is moved"),
         ({"state_types": [SimpleNamespace(value="mamba")], "pp_size": 2}, "pipeline parallel size is 2"),
         ({"num_draft_entries": 2}, "speculative"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore_client import ArgumentError, KVLayout, LayoutError, ModelShape, PageOrder, Parallel
-from longshore_engines.tensors import CacheShape, PageFormat, layer_number, layout_of, share, share_rows
+from longshore_engines.tensors import CacheShape, PageFormat, RowCache, layer_number, layout_of, share, share_rows
 from longshore_wire.engine_messages import DeviceRegion
 
 BLOCKS, TOKENS, DIM = 6, 32, 8
@@ -213,7 +213,7 @@ def test_tokens_are_not_found_in_content_of_another_size():
 def test_rows_of_tokens_are_shared_with_k_and_v_of_a_layer_in_one_region():
     layers = [torch.zeros(2, 16, 2, 8) for _ in range(2)]
     layout = KVLayout(ModelShape.kv(2, 2, 8, 4), Parallel(), 4)
-    shared = share_rows([*(each[0] for each in layers), *(each[1] for each in layers)], layout)
+    shared = share_rows([RowCache([*(each[0] for each in layers), *(each[1] for each in layers)], layout)])
     for descriptor in shared.regions:
         os.close(descriptor)
     assert (shared.geometries[0].page_count, len(shared.regions), shared.device) == (4, 2, "cpu")
@@ -231,4 +231,4 @@ def test_rows_of_other_heads_or_with_gaps_are_refused():
     layout = KVLayout(ModelShape.kv(1, 2, 8, 4), Parallel(), 4)
     for tensor in (torch.zeros(16, 4, 8), torch.zeros(16, 2, 16)[:, :, :8]):
         with pytest.raises(LayoutError, match="rows of 2 heads of 8 elements without gaps"):
-            share_rows([tensor, tensor], layout)
+            share_rows([RowCache([tensor, tensor], layout)])

@@ -68,6 +68,7 @@ def config(socket, instance, **extra):
             enable_sleep_mode=False,
             get_total_num_hidden_layers=lambda: 2,
             get_total_num_kv_heads=lambda: HEADS,
+            hf_text_config=SimpleNamespace(),
             get_head_size=lambda: DIM,
         ),
     )

@@ -594,6 +594,7 @@ def test_sglang_decode_gets_vllms_handover_its_first_token_and_the_prompts_ids(p
     assert answer.status_code == 200
     (_, prompt), (_, decoded) = engines.heard
     assert (prompt["return_token_ids"], prompt["max_tokens"], prompt["logprobs"]) == (True, 1, 0)
+    assert prompt["kv_transfer_params"] == {"do_remote_decode": True, "longshore_whole": True}
     assert 0 < decoded.pop("bootstrap_room") < 2**63
     assert decoded == {
         "model": "m",
@@ -615,12 +616,19 @@ def test_vllm_decode_gets_the_handover_of_sglangs_bootstrap_server_while_sglang_
     room = heard["prefill"]["bootstrap_room"]
     assert heard["tokenize"] == {"model": "m", "prompt": "p"}
     assert (heard["prefill"]["prompt"], heard["prefill"]["bootstrap_port"], heard["prefill"]["max_tokens"]) == (
-        IDS,
+        IDS[:-1],
         8998,
         1,
     )
-    assert heard["bootstrap"] == {"room": str(room), "tokens": "3"}
+    assert heard["bootstrap"] == {"room": str(room), "tokens": "2"}
     assert heard["decode"] == {"model": "m", "prompt": IDS, "max_tokens": 9, "kv_transfer_params": TOLD}
+
+
+def test_vllm_computes_a_prompt_of_one_token_alone(proxy):
+    engines = MixedEngines()
+    answer = engines.ask(proxy, {"model": "m", "prompt": [5], "max_tokens": 9}, to_sglang=False)
+    assert answer.json()["choices"][0]["text"] == "answer"
+    assert dict(engines.heard) == {"decode": {"model": "m", "prompt": [5], "max_tokens": 9}}
 
 
 @pytest.mark.parametrize("to_sglang", [True, False])

@@ -154,12 +154,27 @@ class KVPool:
         """Return the bytes of one region. Valid only inside `in_use`."""
         return self._regions[index]
 
+    def check_claimed(self, pages: npt.NDArray[np.int32]) -> None:
+        """Raise LongshoreError unless these pages, all that a room has here, can be written; names the first wrong one."""
+        self.check_pages(pages, unique=True)
+        if self.layout.order is not PageOrder.SLOT or not pages.size:
+            return
+        # Layers may share a tensor, and then need pages of their own.
+        seen: dict[tuple[int, int, int], int] = {}
+        for layer in range(self.layer_count):
+            part, plane = layer // self.layout.page_size, self.geometry.planes[layer]
+            other = seen.setdefault((plane.region, plane.offset, int(pages[part])), part)
+            if other != part:
+                raise _repeated(other, part, int(pages[part]))
+
     def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
 
         Args:
-            unique: also refuse repeated pages, since a scatter would write two tokens to one place.
+            unique: also refuse repeated pages, since a scatter would write two tokens to one place. Those of a slot are of different
+                layers, and `check_claimed` has seen all of them.
         """
+        unique = unique and self.layout.order is not PageOrder.SLOT
         if pages.size <= _SHORT_PAGES_MAX:
             # Sooner than numpy, whose calls take a microsecond each.
             ids = pages.tolist()
@@ -176,11 +191,7 @@ class KVPool:
             order = np.argsort(pages, kind="stable")
             same = np.flatnonzero(np.diff(pages[order]) == 0)
             first, second = int(order[same[0]]), int(order[same[0] + 1])
-            raise LongshoreError(
-                f"pages[{first}] and pages[{second}] are both {int(pages[first])}: "
-                "two parts of a sequence cannot be written to one page",
-                reason=Reason.TOKENS_OVERLAP,
-            )
+            raise _repeated(first, second, int(pages[first]))
 
     def hold(self) -> None:
         """Hold the mapping for one copy or write, until `let_go`.
@@ -261,6 +272,11 @@ class KVPool:
         for mapping in self._mappings:
             mapping.unmap()
         self._closed.set()
+
+
+def _repeated(first: int, second: int, page: int) -> LongshoreError:
+    text = f"pages[{first}] and pages[{second}] are both {page}: two parts of a sequence cannot be written to one page"
+    return LongshoreError(text, reason=Reason.TOKENS_OVERLAP)
 
 
 def are_unique(pages: npt.NDArray[np.int32]) -> bool:

@@ -380,7 +380,7 @@ class EngineRequests:
             pool = self._pool(each.cache).kv_pool
             pages = _page_ids(each.pages)
             first_page = self._first_page(each, len(pages))
-            pool.check_pages(pages, unique=True)
+            pool.check_claimed(pages)
             tables[each.cache] = PageTable(first_page, pages)
             mappable, adjacent = mappable and pool.sealed, adjacent and pool.adjacent
         key = RoomKey(message.endpoint.instance, message.room)
