@@ -247,6 +247,8 @@ class EventRunner(Runner):
             lambda slab: outbound(slab, _known(staged)), self._done, _gate(staged)
         )
         self._inbound: _Track[InboundSlab] = _Track(lambda slab: inbound(slab, _known(target)), self._done, Gate())
+        tracks = (self._direct, self._staged, self._inbound)
+        self._work = (self._done, *(track.open for track in tracks), *(track.waiting for track in tracks))
         self._counts = staged.lanes if staged is not None else LaneCounts([], [])
         self._ends = ends
         self._probe_address = probe_address
@@ -256,9 +258,7 @@ class EventRunner(Runner):
     @property
     def busy(self) -> bool:
         """See `Runner`."""
-        staged, inbound, direct = self._staged, self._inbound, self._direct
-        is_open = staged.open or inbound.open or direct.open
-        return bool(is_open or staged.waiting or inbound.waiting or direct.waiting or self._done)
+        return any(self._work)
 
     @property
     def copying(self) -> bool:
@@ -308,7 +308,9 @@ class EventRunner(Runner):
     def drop_cancelled(self) -> None:
         """See `Runner`."""
         for track in (self._direct, self._staged):
-            track.waiting = deque(still_wanted(track.waiting, self._done.append))
+            wanted = [*still_wanted(track.waiting, self._done.append)]
+            track.waiting.clear()
+            track.waiting.extend(wanted)
 
     def writing(self) -> tuple[OutboundSlab, ...]:
         """See `Runner`."""

@@ -240,15 +240,10 @@ class Worker:
     def _apply_effects(self, now_ns: int) -> None:
         if self.requests.pools_changed:
             self._describe()
-        asked = True
-        while asked:
-            asked = False
-            for half, session in self.sessions.items():
-                effects = session.take_effects()
-                if not effects:
-                    continue
-                asked = True
-                for effect in effects:
+        for half, session in self.sessions.items():
+            # An effect may cause others of its own half.
+            while session.links.effects:
+                for effect in session.take_effects():
                     self._apply(half, session, effect, now_ns)
                 self.mover.hurry()
 
