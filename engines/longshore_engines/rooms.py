@@ -51,19 +51,23 @@ class CacheGroups(NamedTuple):
     """The groups of layers in which an engine allots a cache's pages.
 
     Attributes:
-        groups: the index of their group; of recurrent states in several groups, that of each layer.
-        page_size: tokens of a page of the cache, if it has tokens.
+        groups: their indexes: one, or for recurrent states several, the layers of each after those of the one before.
+        repeats: of recurrent states, how often each group's page is named; empty: the cache has tokens.
+        page_size: tokens of a page of the cache.
         parts: pages of the cache in one page of its group.
     """
 
     groups: tuple[int, ...] = (0,)
+    repeats: tuple[int, ...] = ()
     page_size: int = 0
     parts: int = 1
 
     def tokens(self, cache: int, groups: Sequence[GroupPages]) -> CacheTokens:
         """Return what the cache has of these tokens of all groups."""
-        _, first, end = groups[self.groups[0]]
-        pages = tuple(page for group in self.groups for page in groups[group].pages)
+        pages, first, end = groups[self.groups[0]]
+        if self.repeats:
+            named = zip(self.groups, self.repeats, strict=True)
+            return CacheTokens(cache, sum((groups[group].pages * count for group, count in named), ()), first, end)
         if self.parts > 1:
             begin = first // self.page_size % self.parts
             count = -(-end // self.page_size) - first // self.page_size

@@ -15,7 +15,6 @@ from longshore_engines.handover import token_content
 from longshore_engines.requests import PageGroup
 from longshore_engines.rooms import CacheGroups
 from longshore_engines.tensors import (
-    GATED_DELTA,
     CacheShape,
     KVTensor,
     PageFormat,
@@ -23,9 +22,7 @@ from longshore_engines.tensors import (
     SlotCache,
     layer_number,
     share,
-    state_content,
     state_slots,
-    whole_heads,
 )
 from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import Parallel
@@ -42,6 +39,8 @@ _KINDS = {
 _ORDER = (_FULL, _WINDOW, DRAFT)
 # vLLM's names of one type.
 _SYNONYMS = {"fp8": "fp8_e4m3"}
+# What models call the number of KV heads, of all layers or of some.
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What models call the number of groups that share B and C of a Mamba2 state.
 _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
@@ -176,8 +175,7 @@ def caches_of(
         if stage_layers is None:
             own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
-        total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
-        heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
+        heads = _heads(cache.names[0], first.shape[1], parallel.tp, owner)
         shape = CacheShape(
             sum(stage_layers) if stage_layers else len(own),
             heads,
@@ -192,8 +190,9 @@ def caches_of(
         sources.append(CacheGroups((cache.group,), page_size=first.shape[2], parts=parts))
         writer = f"{writers[cache.names[0]]} {_element(first, vllm_config)}"
         written[name] = f"{writer} in {parts} parts" if parts > 1 else writer
-    slots, named, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
-    sources += [CacheGroups(named) for _ in slots]
+    slots, repeats, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
+    named = tuple(group for group, kind in enumerate(kinds) if kind == _STATE)
+    sources += [CacheGroups(named, repeats) for _ in slots]
     form = PageFormat.BLOB
     if tensors:
         form = page_format(pages, writers[attention[0].names[0]])
@@ -241,6 +240,25 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
 
 
+def _heads(name: str, local: int, tp: int, model: Any) -> int:
+    """Return the KV heads of the whole model in a layer, of which this rank has `local`."""
+    if model.use_mla or tp == 1 or local > 1:
+        return 1 if model.use_mla else local * tp
+    # One head of each rank may be one that other ranks have, too.
+    total = int(model.get_total_num_kv_heads())
+    fields = vars(model.hf_text_config).items()
+    others = {
+        key: value for key, value in fields if key.endswith(_KV_HEADS) and isinstance(value, int) and value != total
+    }
+    if others:
+        key, value = others.popitem()
+        raise ArgumentError(
+            f"layer {name} has one KV head on this rank, and the model {total} or, by {key}, {value}: which of them ranks share is "
+            "not known here; use a tensor parallel size that is less than the number of KV heads"
+        )
+    return min(tp, total)
+
+
 def _check_apart(tensors: Mapping[str, KVTensor]) -> None:
     seen: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -279,7 +297,6 @@ def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterat
 
 
 _SECTIONS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2}
-_STATE_KINDS = {"GDN_ATTN": GATED_DELTA, "MAMBA2": "Mamba2"}
 
 
 def _slots(
@@ -291,22 +308,25 @@ def _slots(
     *,
     is_dim_first: bool,
 ) -> tuple[list[SlotCache], tuple[int, ...], list[str]]:
-    """Return the caches of recurrent states, the group of each page, and the meaning of their bytes."""
-    group_of = {name: index for index, kind in enumerate(kinds) if kind == _STATE for name in groups[index].layer_names}
-    if not group_of:
+    """Return the caches of recurrent states, how often each group's page is named, and the meaning of their bytes."""
+    by_group = [
+        sorted(group.layer_names, key=layer_number) for group, kind in zip(groups, kinds, strict=True) if kind == _STATE
+    ]
+    if not by_group:
         return [], (), []
-    # As in the model, so that other engines have the same order.
-    names = sorted(group_of, key=layer_number)
-    named = tuple(group_of[name] for name in names)
-    # A page is one of vLLM's group, if that has all layers; otherwise it has one layer.
-    page_layers = len(names) if len(set(named)) == 1 else 1
+    counts = [len(names) for names in by_group]
+    # A page of the slot is one of vLLM's, or one layer if vLLM's have unequal numbers of layers.
+    is_even = all(count == counts[0] for count in counts[:-1]) and counts[-1] <= counts[0]
+    names = [name for group in by_group for name in group]
     spec = next(specs_of(group)[names[0]] for group in groups if names[0] in group.layer_names)
     conv, state = ([states[name][part] for name in names] for part in range(2))
     channels = conv[0].shape[1 if is_dim_first else 2]
     config = vllm_config.model_config.hf_text_config
     sections = list(_SECTIONS[spec.mamba_type.name](channels, state[0].shape[1:], parallel.tp, config))
-    slots = state_slots(conv, state, sections, parallel, page_layers, is_dim_first=is_dim_first)
-    text = state_content(
-        "vLLM", _STATE_KINDS[spec.mamba_type.name], conv[0].dtype, state[0].dtype, is_dim_first=is_dim_first
+    order = "DS" if is_dim_first else "SD"
+    text = (
+        f"states of {spec.mamba_type.name} in groups of {', '.join(map(str, counts))}: conv {order} {conv[0].dtype}, "
+        f"ssm {state[0].dtype}"
     )
-    return slots, named if page_layers == 1 else named[:1], [text]
+    slots = state_slots(conv, state, sections, parallel, counts[0] if is_even else 1, is_dim_first=is_dim_first)
+    return slots, (1,) * len(counts) if is_even else tuple(counts), [text]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from agent_fleet import World
 from agent_world import EVENT_LIMIT_S, Request, room_ids, wait_for, wait_for_none
 
-from longshore_agent.control.node_link import RoomFailed, Started
+from longshore_agent.control.node_link import EndpointKnown, RoomFailed, Started
 from longshore_agent.settings import Settings
 from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
 from longshore_agent.supervisor.loop import Supervisor
@@ -62,19 +64,47 @@ class Link:
         self.said.append(message)
 
 
-def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_serves_its_engine(tmp_path):
-    supervisor = Supervisor(Settings(run_directory=str(tmp_path)))
+def two_ranks(directory: Path, first: WorkerState) -> tuple[Supervisor, Slot, Slot]:
+    """Return a supervisor and the workers of both ranks of an engine; the second one is READY."""
+    supervisor = Supervisor(Settings(run_directory=str(directory)))
     hello = Hello(1, "prefill", KVLayout(ModelShape.kv(1, 2, 8, 2), Parallel(2), 16), "cpu", (Half.SOURCE,))
     slots = []
-    for rank, state in enumerate((WorkerState.STARTING, WorkerState.READY)):
+    for rank, state in enumerate((first, WorkerState.READY)):
         config = SimpleNamespace(name=f"prefill/0/{rank}", agent="", epoch=1)
         near, far = socket.socketpair()
         with far:
             slots.append(
                 Slot(PeerId("prefill", 0, rank), hello, None, config, None, -1, Link(), near, state)  # type: ignore[arg-type]
             )
-    starting, other = slots
     supervisor._slots = {slot.key: slot for slot in slots}
+    return supervisor, *slots
+
+
+def test_a_rank_whose_engine_has_ended_unnoticed_by_its_stopped_worker_is_in_no_endpoint(tmp_path):
+    supervisor, again, former = two_ranks(tmp_path, WorkerState.READY)
+    engines = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    for slot, engine in zip((again, former), engines, strict=True):
+        slot.engine_pidfd = os.pidfd_open(engine.pid)
+
+    def ranks() -> list[tuple[int, ...]]:
+        supervisor._publish(again.key)
+        said = [[each for each in slot.link.said if isinstance(each, EndpointKnown)] for slot in (again, former)]
+        return [tuple(address.rank for address in each[-1].endpoint.ranks) for each in said]
+
+    assert ranks() == [(0, 1), (0, 1)]
+    engines[1].kill()
+    engines[1].wait()
+    assert ranks() == [(0,), (0, 1)]
+    engines[0].kill()
+    engines[0].wait()
+    assert ranks() == [(0,), (0, 1)]
+    for slot in (again, former):
+        os.close(slot.engine_pidfd)
+        slot.connection.close()
+
+
+def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_serves_its_engine(tmp_path):
+    supervisor, starting, other = two_ranks(tmp_path, WorkerState.STARTING)
     first, second = (RoomFailed(Half.SOURCE, RoomKey("prefill", room), Reason.CANCELLED, "enough") for room in (1, 2))
 
     supervisor._obey(other, first)

@@ -206,14 +206,13 @@ def test_sections_that_every_rank_has_are_told_from_split_ones_by_the_models_con
 
 
 @pytest.mark.parametrize(
-    ("layers", "page_layers"), [([[0, 3], [1, 4], [2, 5]], 1), ([[0, 3], [1, 4], [2]], 1), ([[0, 1, 2]], 3)]
+    ("counts", "page_layers", "repeats"),
+    [((2, 2, 2), 2, (1, 1, 1)), ((2, 2, 1), 2, (1, 1, 1)), ((2, 1, 1), 1, (2, 1, 1)), ((3,), 3, (1,))],
 )
-def test_a_page_of_states_has_all_layers_or_one_each_in_the_models_order_with_the_page_of_its_group(
-    layers, page_layers
-):
-    """vLLM deals layers to groups one by one."""
+def test_a_page_of_states_has_the_layers_of_a_group_or_one_layer_if_groups_are_unequal(counts, page_layers, repeats):
     tensor, _ = allocation()
-    groups = [cache_group(MambaSpec("MAMBA2"), *(f"l.{number}" for number in numbers)) for numbers in layers]
+    names = iter(f"l.{number}" for number in range(9))
+    groups = [cache_group(MambaSpec("MAMBA2"), *(next(names) for _ in range(count))) for count in counts]
     states = {
         name: (tensor(at, (3, 12), torch.float32), tensor(at, (1, 4, 4), torch.float32, 2048))
         for group in groups
@@ -221,13 +220,11 @@ def test_a_page_of_states_has_all_layers_or_one_each_in_the_models_order_with_th
     }
     found = described(engine(), groups, {}, states)
     assert [cache.page_size for cache in found.shared.layout.caches] == [page_layers] * 2
-    named = found.groups[0].tokens(0, [GroupPages((10 + index,), 0, 99) for index in range(len(layers))])
-    of_layer = {number: 10 + index for index, numbers in enumerate(layers) for number in numbers}
-    assert [named.pages[layer // page_layers] for layer in sorted(of_layer)] == [
-        of_layer[at] for at in sorted(of_layer)
-    ]
-    begins = [states[f"l.{number}"][1].storage_offset() * 4 for number in sorted(of_layer)]
-    assert [plane.offset for plane in found.shared.geometries[1].planes] == begins
+    assert [cache.repeats for cache in found.groups] == [repeats] * 2
+    named = found.groups[0].tokens(0, [GroupPages((10 + index,), 0, 99) for index in range(len(counts))])
+    # Each layer's page is the one of its group.
+    pages = [named.pages[layer // page_layers] for layer in range(sum(counts))]
+    assert pages == [10 + index for index, count in enumerate(counts) for _ in range(count)]
 
 
 def test_caches_that_others_write_are_named_one_by_one_and_have_no_pages_of_tokens():
@@ -296,5 +293,5 @@ def test_a_page_that_kernels_see_in_parts_is_named_by_its_parts():
 
 def test_a_cache_without_tokens_here_names_no_page():
     empty = [GroupPages((), 99, 99)] * 3
-    assert CacheGroups((1, 2, 1)).tokens(1, empty) == CacheTokens(1, (), 99, 99)
-    assert CacheGroups((2,), page_size=16).tokens(1, empty) == CacheTokens(1, (), 99, 99)
+    assert CacheGroups((1, 2), (3, 1)).tokens(1, empty) == CacheTokens(1, (), 99, 99)
+    assert CacheGroups((2,)).tokens(1, empty) == CacheTokens(1, (), 99, 99)

@@ -86,7 +86,8 @@ class Agent:
     def _family(self, worker: Worker) -> list[Worker]:
         replica = worker.client.key.replica
         found = [slot for key, slot in self.slots.items() if key.replica == replica and slot is not None]
-        return [slot for slot in found if slot.ready and not slot.draining and slot.alive]
+        # The kernel tells that an engine has ended, also of a worker that is stopped.
+        return [slot for slot in found if slot.ready and not slot.draining and slot.alive and slot.client.alive]
 
     def _publish(self, worker: Worker) -> None:
         workers = self._family(worker)

@@ -96,7 +96,7 @@ class EngineLink:
         self.connected_ns = time.monotonic_ns()
         self.peer = _credentials(connected)
         try:
-            self.pidfd = _open_pidfd(connected, self.peer.pid)
+            self.pidfd = open_pidfd(connected, self.peer.pid)
         except ProcessLookupError as error:
             connected.close()
             raise EngineClosedError(f"{self.peer.shown} died before it was served") from error
@@ -295,7 +295,7 @@ def process_of(connected: socket.socket) -> PeerProcess:
     """Return the process that connected. Raises EngineClosedError: that process is dead."""
     peer = _credentials(connected)
     try:
-        pidfd = _open_pidfd(connected, peer.pid)
+        pidfd = open_pidfd(connected, peer.pid)
     except ProcessLookupError as error:
         raise EngineClosedError(f"{peer.shown} died before it was served") from error
     except OSError:
@@ -324,7 +324,7 @@ def _credentials(connected: socket.socket) -> PeerProcess:
     return PeerProcess(*_CREDENTIALS.unpack(packed))
 
 
-def _open_pidfd(connected: socket.socket, pid: int) -> int | None:
+def open_pidfd(connected: socket.socket, pid: int) -> int | None:
     """Return a pidfd of the process that connected. Raises ProcessLookupError if it is dead."""
     try:
         return connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)

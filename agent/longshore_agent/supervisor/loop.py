@@ -306,12 +306,10 @@ class Supervisor:
                 slot.link.send(message)
 
     def _publish(self, key: PeerId) -> None:
-        """Send every rank of an instance the ranks that have registered."""
-        family = [self._slots[key], *self._siblings(key)]
-        endpoint = self._endpoint([slot for slot in family if slot.state is WorkerState.READY])
+        """Send every rank of an instance the ranks that have registered, but those of an earlier life of its engine."""
+        family = [slot for slot in (self._slots[key], *self._siblings(key)) if slot.is_served]
         for slot in family:
-            if slot.state is WorkerState.READY:
-                slot.link.send(EndpointKnown(endpoint))
+            slot.link.send(EndpointKnown(self._endpoint(family)))
 
     @staticmethod
     def _endpoint(family: list[Slot]) -> Endpoint:

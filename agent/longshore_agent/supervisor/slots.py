@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from longshore_agent.control.engine_link import PeerProcess
+from longshore_agent.control.engine_link import PeerProcess, open_pidfd
 from longshore_agent.control.node_link import LAST_SNAPSHOT, NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerSnapshot
@@ -54,6 +55,7 @@ class Slot:
     last_snapshot: WorkerSnapshot | None = None  # sent at its end
     answered_s: float = field(default_factory=time.monotonic)
     error: str = ""
+    engine_pidfd: int | None = None
     _parts: dict[int, list[bytes]] = field(default_factory=dict)
 
     def become(self, state: WorkerState) -> None:
@@ -64,6 +66,15 @@ class Slot:
     def rank_address(self) -> RankAddress:
         """The rank's address for peers."""
         return RankAddress(self.key.rank, self.address, self.config.epoch, self.hello.engine)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its worker serves an engine whose process runs. A worker that is stopped does not notice its engine's end."""
+        if self.state is not WorkerState.READY or self.engine_pidfd is None:
+            return self.state is WorkerState.READY
+        poller = select.poll()
+        poller.register(self.engine_pidfd, select.POLLIN)
+        return not poller.poll(0)
 
     @property
     def lives(self) -> bool:
@@ -111,6 +122,8 @@ class Slot:
             self.process.kill()
             self.process.wait()
         os.close(self.pidfd)
+        if self.engine_pidfd is not None:
+            os.close(self.engine_pidfd)
 
 
 def process_environment() -> dict[str, str]:
@@ -158,6 +171,7 @@ def start(
         process = _start_process(command, theirs.fileno(), hello.device, avoided_pids)
         try:
             pidfd = os.pidfd_open(process.pid)
+            engine_pidfd = open_pidfd(connection, engine.pid)
         except OSError:
             process.kill()
             process.wait()
@@ -167,7 +181,7 @@ def start(
         raise
     finally:
         theirs.close()
-    return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)
+    return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection, engine_pidfd=engine_pidfd)
 
 
 def is_test(key: PeerId) -> bool:
