@@ -7,20 +7,29 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tiny_model
 from controlplane.waiting import until
 from nurseries import write_entry_points
 from sglang_engines import LOOPBACK, PAGE_TOKENS, Engine, EngineOptions, Nursery, Prompt, body
-from sglang_prompts import AT_ONCE, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Answer, Oracle, answer_of
+from sglang_prompts import (
+    AT_ONCE,
+    LOGPROB_ERROR_MAX,
+    NEW_TOKENS,
+    PROMPTS,
+    TELLING_TOKENS_MIN,
+    Answer,
+    Oracle,
+    answer_of,
+)
 from tiny_model import TinyModel
 
 from longshore_agent.control.curve import read
@@ -42,6 +51,32 @@ END_LIMIT_S = 120.0
 # The same for `sglang_gated`.
 GATED_VARIABLE = "E2E_SGLANG_GATED"
 TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_cpu", "sglang_gated")
+
+
+class Family(NamedTuple):
+    """A kind of model.
+
+    Attributes:
+        make: writes a tiny one.
+        switches: what its engines need on CPUs.
+        logprob_error_max: how far logprobs of one engine alone differ by its chunks.
+        has_state: it has caches beside that of all tokens.
+    """
+
+    make: Callable[[Path], TinyModel]
+    switches: Mapping[str, str] = {}
+    logprob_error_max: float = LOGPROB_ERROR_MAX
+    has_state: bool = False
+
+    def alone(self, nursery: Nursery, model: TinyModel, plugins: Path, *what: Any) -> Oracle:
+        """Return the answers of one engine; `what` as for `Oracle`."""
+        return Oracle(nursery, model, *what, environment=self.switches, paths=(write_plugins(plugins),))
+
+
+DENSE = Family(partial(tiny_model.make, kv_heads=4))
+LATENT = Family(tiny_model.make_latent, {LATENT_VARIABLE: "1"})
+WINDOWED = Family(partial(tiny_model.make_alternating, kv_heads=4), has_state=True)
+GATED = Family(partial(tiny_model.make_gated, kv_heads=4), {GATED_VARIABLE: "1"}, 2e-2, has_state=True)
 
 
 @dataclass(frozen=True)

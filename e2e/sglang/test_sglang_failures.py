@@ -17,7 +17,19 @@ import pytest
 from controlplane.waiting import until
 from sglang_engines import Engine, Nursery, body
 from sglang_prompts import NEW_TOKENS, PROMPTS, SHARES_A_PREFIX, Oracle, random_prompt
-from sglang_scene import Scene, Side, check_nothing_is_lent, held, rooms_open, token_bytes, tokens_in_use
+from sglang_scene import (
+    DENSE,
+    GATED,
+    WINDOWED,
+    Family,
+    Scene,
+    Side,
+    check_nothing_is_lent,
+    held,
+    rooms_open,
+    token_bytes,
+    tokens_in_use,
+)
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgentError
@@ -33,19 +45,40 @@ END_LIMIT_S = 140.0
 pytestmark = pytest.mark.timeout(900)
 
 
-# Prefill has a radix cache, and sends a prefix from it before it computes the rest.
-PREFILLS = {
-    "tensor": Side(2, plain=("--disable-overlap-schedule",)),
-    "pipeline": Side(1, plain=("--disable-overlap-schedule",), pp=2),
+# Prefill has a radix cache, and sends a prefix from it before it computes the rest. That of states needs a GPU.
+CACHED = ("--disable-overlap-schedule",)
+PLAIN = {
+    "tensor": (DENSE, Side(2, plain=CACHED)),
+    "pipeline": (DENSE, Side(1, plain=CACHED, pp=2)),
 }
+KINDS = PLAIN | {"windows": (WINDOWED, Side(2, plain=CACHED)), "states": (GATED, Side(2))}
+# For tests of what does not depend on the family.
+of_dense_models = pytest.mark.parametrize("kind", PLAIN, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=PREFILLS)
-def scene(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
-    prefill = PREFILLS[request.param]
-    with Scene(
-        nursery, model, prefill, Side(1), agent_settings={"peer_timeout_s": PEER_TIMEOUT_S}, environment=LIMITS
-    ) as running:
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> tuple[Family, Side]:
+    """The family, and the prefill engine."""
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def model(kind: tuple[Family, Side], tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return kind[0].make(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(
+    nursery: Nursery, kind: tuple[Family, Side], model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Oracle:
+    return kind[0].alone(nursery, model, tmp_path_factory.mktemp("plugins"), (PROMPT, OTHER, SHARES_A_PREFIX))
+
+
+@pytest.fixture(scope="module")
+def scene(nursery: Nursery, kind: tuple[Family, Side], model: TinyModel) -> Iterator[Scene]:
+    family, prefill = kind
+    settings, environment = {"peer_timeout_s": PEER_TIMEOUT_S}, {**LIMITS, **family.switches}
+    with Scene(nursery, model, prefill, Side(1), agent_settings=settings, environment=environment) as running:
         yield running
 
 
@@ -128,6 +161,7 @@ def waits_at_decode(scene: Scene) -> Callable[[], bool]:
     return lambda: rooms_open(scene, "decode") > 0
 
 
+@of_dense_models
 def test_a_prefix_of_prefills_radix_cache_is_moved_to_decode_which_does_not_have_it(
     scene: Scene, alone: Oracle, model: TinyModel
 ) -> None:
@@ -165,18 +199,21 @@ def test_clients_that_leave_while_decode_generates(scene: Scene, alone: Oracle) 
     check_next_request(scene, alone)
 
 
+@of_dense_models
 def test_a_prompt_that_only_prefill_gets_is_given_up_after_sglangs_limit(scene: Scene, alone: Oracle) -> None:
     with asked(scene, scene.prefill) as answers:
         assert "no decode engine took it within 40 s" in reason_of(answers["prefill"])
     check_next_request(scene, alone)
 
 
+@of_dense_models
 def test_a_prompt_that_only_decode_gets_is_given_up_after_sglangs_limit(scene: Scene, alone: Oracle) -> None:
     with asked(scene, scene.decode) as answers:
         assert "the prompt did not come within 40 s" in reason_of(answers["decode"])
     check_next_request(scene, alone)
 
 
+@of_dense_models
 @pytest.mark.parametrize("room", [0, -1])
 def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(
     scene: Scene, alone: Oracle, room: int
@@ -189,6 +226,7 @@ def test_a_room_that_sglang_cannot_keep_is_refused_by_name_at_both_sides(
     check_next_request(scene, alone)
 
 
+@of_dense_models
 def test_a_request_for_two_answers_is_refused_by_name_at_both_sides(scene: Scene, alone: Oracle) -> None:
     content = body(PROMPT, NEW_TOKENS, **scene.routed())
     content["sampling_params"]["n"] = 2

@@ -2,61 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-import tiny_model
 from families import TOKENS_EQUAL
 from sglang_engines import Nursery
-from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, PROMPTS, Oracle
+from sglang_prompts import MANY_PROMPTS, PROMPTS, Oracle
 from sglang_scene import (
-    GATED_VARIABLE,
-    LATENT_VARIABLE,
+    DENSE,
+    GATED,
+    LATENT,
+    WINDOWED,
+    Family,
     Scene,
     Side,
     answers_at_once,
     check_nothing_is_lent,
     unchanged_by_zeroing,
-    write_plugins,
 )
-from tiny_model import TinyModel
 
 pytestmark = pytest.mark.timeout(900)
 
 
-class Family(NamedTuple):
-    """A model, the two sides, what engines need for it, how far logprobs of one engine alone differ by its chunks, and whether
-    it has caches beside that of all tokens.
-    """
+class Pair(NamedTuple):
+    """A kind of model, and the two sides."""
 
-    make: Callable[[Path], TinyModel]
+    family: Family
     prefill: Side
     decode: Side
-    switches: Mapping[str, str]
-    logprob_error_max: float = LOGPROB_ERROR_MAX
-    has_state: bool = False
 
 
-GATED, WINDOWED = partial(tiny_model.make_gated, kv_heads=4), partial(tiny_model.make_alternating, kv_heads=4)
 # SGLang's radix cache of states needs a GPU.
 WIDE, SINGLE = Side(2), Side(1, page_tokens=8)
 # With overlap scheduling, for which SGLang would record a GPU's event.
 OVERLAPPING = Side(1, page_tokens=8, plain=("--disable-radix-cache",))
-OVERLAPPED = {GATED_VARIABLE: "1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+OVERLAPPED = GATED._replace(switches=GATED.switches | {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"})
 REPLICAS = Side(2, extra=("--attn-dp-size", "2"))
-FAMILIES = {
-    "latents TP2-TP1": Family(tiny_model.make_latent, WIDE, SINGLE, {LATENT_VARIABLE: "1"}),
-    "states TP2-TP1": Family(GATED, WIDE, SINGLE, {GATED_VARIABLE: "1"}, 2e-2, has_state=True),
-    "states TP1-TP2": Family(GATED, OVERLAPPING, Side(2, plain=OVERLAPPING.plain), OVERLAPPED, 2e-2, has_state=True),
+PAIRS = {
+    "latents TP2-TP1": Pair(LATENT, WIDE, SINGLE),
+    "states TP2-TP1": Pair(GATED, WIDE, SINGLE),
+    "states TP1-TP2": Pair(OVERLAPPED, OVERLAPPING, Side(2, plain=OVERLAPPING.plain)),
     # Two replicas of attention, each of one rank.
-    "states TP2-DP2": Family(GATED, WIDE, REPLICAS, {GATED_VARIABLE: "1"}, 2e-2, has_state=True),
-    "windows TP2-TP1": Family(WINDOWED, WIDE, SINGLE, {}, has_state=True),
-    "windows TP1-TP2": Family(WINDOWED, SINGLE, WIDE, {}, has_state=True),
-    "dense TP2-DP2": Family(partial(tiny_model.make, kv_heads=4), WIDE, REPLICAS, {}),
-    "dense DP2-TP1": Family(partial(tiny_model.make, kv_heads=4), REPLICAS, SINGLE, {}),
+    "states TP2-DP2": Pair(GATED, WIDE, REPLICAS),
+    "windows TP2-TP1": Pair(WINDOWED, WIDE, SINGLE),
+    "windows TP1-TP2": Pair(WINDOWED, SINGLE, WIDE),
+    "dense TP2-DP2": Pair(DENSE, WIDE, REPLICAS),
+    "dense DP2-TP1": Pair(DENSE, REPLICAS, SINGLE),
 }
 
 
@@ -81,17 +73,16 @@ def _param(name: str) -> object:
     return pytest.param(name, marks=marks[kind], id=name)
 
 
-@pytest.fixture(scope="module", params=list(map(_param, FAMILIES)))
+@pytest.fixture(scope="module", params=list(map(_param, PAIRS)))
 def family(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Scene, Oracle, Family]]:
     """Engines of a family, the answers of one engine alone, and the family."""
-    made = FAMILIES[request.param]
-    model, switches = made.make(tmp_path_factory.mktemp("model")), made.switches
-    plugins = write_plugins(tmp_path_factory.mktemp("plugins"))
-    alone = Oracle(nursery, model, PROMPTS, environment=switches, paths=(plugins,))
+    made, prefill, decode = PAIRS[request.param]
+    model = made.make(tmp_path_factory.mktemp("model"))
+    alone = made.alone(nursery, model, tmp_path_factory.mktemp("plugins"), PROMPTS)
     by_itself = {"staging": "Auto", "digest": "true"}
-    with Scene(nursery, model, made.prefill, made.decode, agent_settings=by_itself, environment=switches) as running:
+    with Scene(nursery, model, prefill, decode, agent_settings=by_itself, environment=made.switches) as running:
         yield running, alone, made
 
 

@@ -12,7 +12,8 @@ import pytest
 import zmq
 from controlplane.waiting import until
 from families import TOKENS_EQUAL
-from sglang_engines import CHUNK_TOKENS, Nursery, body
+from open_ports import OpenPort, listening
+from sglang_engines import CHUNK_TOKENS, Engine, Nursery, body
 from sglang_prompts import LOGPROB_ERROR_MAX, LONG_PROMPT, NEW_TOKENS, PROMPTS, Oracle
 from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, token_bytes, unchanged_by_zeroing
 from tiny_model import TinyModel
@@ -21,6 +22,8 @@ from longshore_engines.asks import VERSION, Ask, Grant, frames_of, message_of
 
 # Above the time in which prefill takes a request.
 ANSWER_LIMIT_MS = 60_000
+# Where the bootstrap server says where a rank listens.
+RANK = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank={}&target_pp_rank=0"
 
 pytestmark = [pytest.mark.shortest, pytest.mark.timeout(600)]
 
@@ -80,8 +83,7 @@ def test_a_client_that_streams_gets_the_same_tokens(scene: Scene, alone: Oracle)
 
 def test_a_stranger_that_knows_the_number_of_a_prompt_is_not_told_where_it_is(scene: Scene, alone: Oracle) -> None:
     prompt, room = PROMPTS[-2], 4711
-    place = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
-    rank = httpx.get(f"http://127.0.0.1:{scene.prefill.bootstrap_port}{place}").raise_for_status().json()
+    rank = httpx.get(f"http://127.0.0.1:{scene.prefill.bootstrap_port}{RANK.format(0)}").raise_for_status().json()
     with zmq.Context() as context, context.socket(zmq.PULL) as hears, context.socket(zmq.PUSH) as says:
         port = hears.bind_to_random_port("tcp://127.0.0.1")
         says.connect(f"tcp://{rank['rank_ip']}:{rank['rank_port']}")
@@ -98,3 +100,21 @@ def test_a_stranger_that_knows_the_number_of_a_prompt_is_not_told_where_it_is(sc
             assert scene.decode.post(content)["output_ids"] == alone(prompt)
             computed.result()
     check_nothing_is_lent(scene)
+
+
+def test_the_connectors_sockets_listen_at_the_engines_address_alone(scene: Scene) -> None:
+    """See the ports in docs/security.md."""
+
+    def ports(engine: Engine) -> set[OpenPort]:
+        return {port for pid in engine.processes() for port in listening(pid)}
+
+    address = f"http://127.0.0.1:{scene.prefill.bootstrap_port}"
+    before = ports(scene.prefill)
+    # The bootstrap server listens for answers once a router has asked for a handover.
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{address}/longshore/handover", params={"room": 4712, "tokens": 9}, timeout=1)
+    opened = ports(scene.prefill) - before
+    assert {port.address for port in opened} == {"127.0.0.1"}
+    ranks = {httpx.get(f"{address}{RANK.format(rank)}").raise_for_status().json()["rank_port"] for rank in (0, 1)}
+    of_ranks = {port for port in before if port.port in ranks}
+    assert (len(of_ranks), {port.address for port in of_ranks}) == (2, {"127.0.0.1"})

@@ -17,7 +17,6 @@ import httpx
 import msgspec
 import pytest
 import scene as vllm_scene
-import tiny_model
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
@@ -25,7 +24,7 @@ from families import TOKENS_EQUAL
 from sglang_engines import REQUEST_LIMIT_S, ROOT, Nursery, Prompt
 from sglang_engines import body as sglang_body
 from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, Oracle, random_prompt
-from sglang_scene import END_LIMIT_S, Scene, Side, tokens_in_use, write_plugins
+from sglang_scene import END_LIMIT_S, WINDOWED, Scene, Side, tokens_in_use
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import make_keys
@@ -199,8 +198,8 @@ def test_windows_of_sglang_move_to_vllm(nursery: Nursery, vllm_nursery: vllm_eng
 
 
 def check_windows(direction: str, nursery: Nursery, vllm_nursery: vllm_engines.Nursery, directory: Path) -> None:
-    model = tiny_model.make_alternating(directory / "model", 4)
-    alone = Oracle(nursery, model, PROMPTS, paths=(write_plugins(directory / "plugins"),))
+    model = WINDOWED.make(directory / "model")
+    alone = WINDOWED.alone(nursery, model, directory / "plugins", PROMPTS)
     with paired(direction, nursery, vllm_nursery, model, directory / "keys") as running:
         check_tokens(running, alone)
         check_zeroed(running, alone)

@@ -71,10 +71,10 @@ def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Map
         raise ArgumentError(
             f"the model keeps state of the kind {', '.join(unknown)} beside its KV: with SGLang {version} {moved} is moved"
         )
-    if kinds and parallel.pp_size > 1:
+    if "mamba" in kinds and parallel.pp_size > 1:
         raise ArgumentError(
-            f"the pipeline parallel size is {parallel.pp_size}, and the model keeps state of the kind {', '.join(kinds)}, which is "
-            "moved only without stages; use 1"
+            f"the pipeline parallel size is {parallel.pp_size}, and the model keeps recurrent states, which are moved only without "
+            "stages; use 1"
         )
     # 0.5.16 has neither draft entries nor the two options below that are read in this way.
     if getattr(kv_args, "num_draft_entries", 0) or server_args.speculative_algorithm is not None:

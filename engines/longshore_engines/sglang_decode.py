@@ -169,20 +169,19 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
                 self._give_up(message.text)
 
     def _take_handed(self, handed: HandedOver) -> None:
-        tokens = handed.handover.tokens
+        tokens, theirs = handed.handover.tokens, handed.handover.binding
         if tokens != self.prompt_tokens:
             self.failure = (
                 f"the prompt has {self.prompt_tokens} tokens here and {tokens} at prefill: let the router pass the prompt "
                 "on as token ids, and give prefill kv_transfer_params.longshore_whole"
             )
-            return
-        theirs = handed.handover.binding
-        if theirs.prompt and self._digest and theirs.prompt != self._digest:
-            # The room is left to the request whose prompt it is.
-            self._has_left = True
+        elif theirs.prompt and self._digest and theirs.prompt != self._digest:
             self.failure = (
                 "the handover is of another prompt: let the router pass on what prefill answered for the same one"
             )
+        if self.failure:
+            # The room is left to the request whose prompt it is.
+            self._has_left = True
             return
         self._claim(handed.handover, theirs.capability)
         if self.failure:

@@ -100,7 +100,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
     def _connect_agent(self, args: Any, place: Parallel, parallel: Any) -> None:
         model = told()
         self.pools = pools = found_pools(args, model.window_tokens)
-        layers = parallel.pp_group.all_gather_object(pools.kv.layer_num)
+        layers = parallel.pp_group.all_gather_object(pools.layer_counts)
         shared = shared_pools(pools, model, layers, place)
         world = parallel.world_group
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)

@@ -18,13 +18,11 @@ from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
 from longshore_engines.tensors import (
     CONV,
-    GATED_DELTA,
     SSM,
     RowCache,
     SharedCaches,
     SlotCache,
     share_rows,
-    state_content,
     state_slots,
     whole_heads,
 )
@@ -97,6 +95,11 @@ class Pools(NamedTuple):
         return [tensor for pool in (self.kv, *self.others) for tensor in _tensors(pool)]
 
     @property
+    def layer_counts(self) -> list[int]:
+        """The layers of this rank in `kv` and in each of `windows`."""
+        return [int(pool.layer_num) for pool in (self.kv, *self.windows)]
+
+    @property
     def windows(self) -> list[Any]:
         """The pools of layers with a window, whose caches follow the first one."""
         return [pool for pool in self.others if not _is_states(pool)]
@@ -154,18 +157,18 @@ def _found(pointers: Sequence[int]) -> Any:
     )
 
 
-def shared_pools(pools: Pools, model: Model, layers: Sequence[int], parallel: Parallel) -> SharedCaches:
+def shared_pools(pools: Pools, model: Model, layers: Sequence[Sequence[int]], parallel: Parallel) -> SharedCaches:
     """Share found pools.
 
     Args:
-        layers: number of layers in `pools.kv` of each pipeline stage. The other pools are of all layers.
+        layers: of each pipeline stage, its `pools.layer_counts`. States are of one stage.
     Raises:
         LayoutError, ArgumentError: as `share_rows`.
     """
-    rows = [_row_cache(pools.kv, "kv", model, layers, parallel, pools.page_size)]
-    for number, pool in enumerate(pools.windows, 1):
-        name = "window" if number == 1 else f"window-{number}"
-        rows.append(_row_cache(pool, name, model, (pool.layer_num,), parallel, pools.page_size))
+    rows = []
+    for number, (pool, *stages) in enumerate(zip((pools.kv, *pools.windows), *layers, strict=True)):
+        name = ("kv", "window")[number] if number < 2 else f"window-{number}"  # noqa: PLR2004 -- the second window's
+        rows.append(_row_cache(pool, name, model, stages, parallel, pools.page_size))
     slots: list[SlotCache] = []
     for pool in pools.states:
         conv, states = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
@@ -183,6 +186,8 @@ def _row_cache(
     pool: Any, name: str, model: Model, layers: Sequence[int], parallel: Parallel, page_size: int
 ) -> RowCache:
     tensors = _tensors(pool)
+    if not tensors:
+        raise ArgumentError(f"this pipeline stage has no layer of cache {name!r}: use fewer stages")
     (_, local, width), size = tensors[0].shape, tensors[0].element_size()
     shape = ModelShape.latent(sum(layers), width, size)
     if hasattr(pool, "k_buffer"):
@@ -212,7 +217,7 @@ def content_of(pools: Pools) -> str:
     ]
     for pool in pools.states:
         conv, states = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
-        texts.append(state_content("SGLang", GATED_DELTA, conv.dtype, states.dtype, is_dim_first=True))
+        texts.append(f"SGLang's states of gated delta rules, conv {conv.dtype}, ssm {states.dtype}")
     # Windows of the same data type as the rest need no words of their own, as with vLLM.
     return "; ".join(dict.fromkeys(texts))
 

@@ -108,23 +108,6 @@ class SlotCache(NamedTuple):
 CONV, SSM = "conv", "ssm"
 
 
-GATED_DELTA = "gated delta rules"
-
-
-def state_content(engine: str, kind: str, conv: object, state: object, *, is_dim_first: bool) -> str:
-    """Return the meaning of the bytes of recurrent states, beyond the layout.
-
-    Args:
-        engine: its name. Kernels of two engines may keep a head's square state in other orders.
-        conv, state: types of their elements, such as torch.float32.
-        is_dim_first: see `state_slots`.
-    """
-    # vLLM's words for an option: "DS" is [channels, rows].
-    order = "DS" if is_dim_first else "SD"
-    types = (str(dtype).removeprefix("torch.") for dtype in (conv, state))
-    return "{}'s states of {}, conv {} {}, ssm {}".format(engine, kind, order, *types)
-
-
 def state_slots(
     conv: Sequence[KVTensor],
     states: Sequence[KVTensor],

@@ -23,6 +23,7 @@ from longshore_engines.tensors import (
     layer_number,
     share,
     state_slots,
+    whole_heads,
 )
 from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import Parallel
@@ -39,8 +40,6 @@ _KINDS = {
 _ORDER = (_FULL, _WINDOW, DRAFT)
 # vLLM's names of one type.
 _SYNONYMS = {"fp8": "fp8_e4m3"}
-# What models call the number of KV heads, of all layers or of some.
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What models call the number of groups that share B and C of a Mamba2 state.
 _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
@@ -175,7 +174,8 @@ def caches_of(
         if stage_layers is None:
             own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
-        heads = _heads(cache.names[0], first.shape[1], parallel.tp, owner)
+        total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
+        heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
         shape = CacheShape(
             sum(stage_layers) if stage_layers else len(own),
             heads,
@@ -238,25 +238,6 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
         own = tuple(name for name in names if name not in drafts)
         found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
-
-
-def _heads(name: str, local: int, tp: int, model: Any) -> int:
-    """Return the KV heads of the whole model in a layer, of which this rank has `local`."""
-    if model.use_mla or tp == 1 or local > 1:
-        return 1 if model.use_mla else local * tp
-    # One head of each rank may be one that other ranks have, too.
-    total = int(model.get_total_num_kv_heads())
-    fields = vars(model.hf_text_config).items()
-    others = {
-        key: value for key, value in fields if key.endswith(_KV_HEADS) and isinstance(value, int) and value != total
-    }
-    if others:
-        key, value = others.popitem()
-        raise ArgumentError(
-            f"layer {name} has one KV head on this rank, and the model {total} or, by {key}, {value}: which of them ranks share is "
-            "not known here; use a tensor parallel size that is less than the number of KV heads"
-        )
-    return min(tp, total)
 
 
 def _check_apart(tensors: Mapping[str, KVTensor]) -> None:

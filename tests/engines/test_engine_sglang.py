@@ -209,7 +209,7 @@ def test_the_pool_is_registered_as_rows_of_tokens(decode):
 
 
 def test_a_pipeline_stage_tells_the_layers_of_all_stages(make):
-    fake.WORLD["parallel"] = fake.parallel(pp_size=2, pp_group=fake.Group(LAYERS + 1))
+    fake.WORLD["parallel"] = fake.parallel(pp_size=2, pp_group=fake.Group([LAYERS + 1]))
     (hello,) = make("prefill").heard(Hello)
     assert hello.layout.model.layers == 2 * LAYERS + 1
     assert (hello.layout.parallel.pp, hello.layout.stage_layers) == (2, (LAYERS, LAYERS + 1))
@@ -353,11 +353,17 @@ def test_a_handover_is_claimed_with_its_capability_and_the_digest_of_the_prompt_
     assert claim.binding == Binding(DIGEST, b"capability")
 
 
-def test_a_handover_of_another_prompt_leaves_its_room_to_the_request_whose_prompt_it_is(decode):
-    other = Binding(Prompt(6, range(1, 7)).digest(6), b"capability")
-    receiver = handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=other))
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"binding": Binding(Prompt(6, range(1, 7)).digest(6), b"capability")}, "the handover is of another prompt"),
+        ({"tokens": 5}, "6 tokens here and 5 at prefill"),
+    ],
+)
+def test_a_handover_of_another_prompt_leaves_its_room_to_the_request_whose_prompt_it_is(decode, changed, reason):
+    receiver = handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, **changed))
     assert final(receiver) == KVPoll.Failed
-    with pytest.raises(fake.TransferError, match="the handover is of another prompt"):
+    with pytest.raises(fake.TransferError, match=reason):
         receiver.failure_exception()
     handed(decode, fake.Rows(torch), handover=msgspec.structs.replace(HANDOVER, binding=Binding(DIGEST, b"capability")))
     (claim,) = decode.heard(Receive)
@@ -474,7 +480,6 @@ def test_a_handover_in_the_request_is_claimed_without_asking_prefill_and_has_the
         ({"wants_logprobs": True, "first_logprob": 1e308}, "custom_params.first_logprob is 1e+308"),
         ({"wants_logprobs": True, "first_logprob": 10**400}, "custom_params.first_logprob is 1000"),
         ({"wants_logprobs": True, "first_logprob": float("nan")}, "custom_params.first_logprob is nan"),
-        ({"handover": msgspec.structs.replace(HANDOVER, tokens=5)}, "5 at prefill"),
         ({"handover": msgspec.structs.replace(HANDOVER, content="FLASH_ATTN float32")}, "pages: tokens"),
     ],
 )
@@ -660,7 +665,7 @@ def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_he
     kv = fake.Pool(4, torch)
     pools = sglang_pools.Pools(kv, (states_pool(tp, 0),), PAGE_TOKENS)
     parallel = Parallel(tp=tp, tp_rank=0)
-    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS * tp), [LAYERS], parallel)
+    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS * tp), [[LAYERS]], parallel)
     for region in shared.regions:
         os.close(region)
     names = [each.name for each in shared.layout.caches]
@@ -674,7 +679,7 @@ def test_states_are_caches_of_their_own_whose_sections_are_split_by_their_own_he
 
 def test_layers_with_a_window_are_a_cache_of_their_own_before_states():
     pools = sglang_pools.Pools(fake.Pool(4, torch), (states_pool(1, 0), fake.Pool(3, torch)), PAGE_TOKENS, 5)
-    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS), [LAYERS], Parallel())
+    shared = sglang_pools.shared_pools(pools, sglang_pools.Model(HEADS), [[LAYERS, LAYERS]], Parallel())
     for region in shared.regions:
         os.close(region)
     assert [each.name for each in shared.layout.caches] == ["kv", "window", "conv", "ssm"]
@@ -688,7 +693,7 @@ def test_a_rank_with_one_kv_head_of_layers_of_unequal_heads_is_refused():
     pools = sglang_pools.Pools(pool, (), PAGE_TOKENS)
     model = sglang_pools.Model(1, {"num_key_value_heads": 1, "swa_num_key_value_heads": 2})
     with pytest.raises(ArgumentError, match="by swa_num_key_value_heads, 2"):
-        sglang_pools.shared_pools(pools, model, [1], Parallel(tp=2))
+        sglang_pools.shared_pools(pools, model, [[1]], Parallel(tp=2))
 
 
 @pytest.mark.parametrize(
