@@ -323,7 +323,6 @@ class Run:
         if MIXES[self.scenario.mix].forgets or any(fault.what in TWINS for fault in self.scenario.faults):
             # No peer listens to a refused twin, and a worker that has forgotten a room sends no message about it.
             return
-        timeout_ns = self.scenario.settings["room_timeout_ns"]
         for engine, other in self._sides(number):
             halves, others = engine.rooms(number), other.rooms(number)
             # A rank without pages for a room has no half, and decode may have asked just that one.
@@ -337,9 +336,11 @@ class Run:
             ends_ns = [half.taken_by.ended_ns for half in others if half.taken_by is not None]
             lived_until_ns = min((each_ns for each_ns in ends_ns if each_ns is not None), default=self.world.now_ns)
             for half in halves:
+                if half.ended is not Reason.TIMED_OUT or half.taken_by is None:
+                    continue
                 # A clock that jumps ends a half early, perhaps before a cut network is whole again.
-                has_waited = half.ended_ns - half.taken_ns >= timeout_ns
-                if half.ended is Reason.TIMED_OUT and has_waited and half.ended_ns < lived_until_ns:
+                has_waited = half.ended_ns - half.taken_ns >= half.taken_by.core.config.room_timeout_ns
+                if has_waited and half.ended_ns < lived_until_ns:
                     raise ViolationError(f"room {number} waits until time is over at {half.client}")
 
     def _struck(self, fault: Fault) -> set[tuple[int, TargetMemory]]:
