@@ -38,23 +38,26 @@ def kubeconfig(path: Path, server: str) -> Path:
     return path
 
 
+class Quiet(BaseHTTPRequestHandler):
+    """Prints nothing, also when a command that has read enough closes its connection, perhaps after the test has ended."""
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def web_server() -> Iterator[str]:
     """Serve a page of text for each request, as a proxy does that wants a login; yield its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"<html>log in")
-
-        def handle(self) -> None:
-            # A command that has read enough closes its connection, at which the server would print a traceback.
-            with suppress(ConnectionError):
-                super().handle()
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -130,7 +133,7 @@ def test_an_interrupt_ends_a_command_at_once_although_a_server_hangs(
     """A server that answers nothing but an API server's version, or only begins to answer."""
     over, hangs = threading.Event(), threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
@@ -142,9 +145,6 @@ def test_an_interrupt_ends_a_command_at_once_although_a_server_hangs(
             if self.path != "/version":
                 hangs.set()
                 over.wait()
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
