@@ -127,7 +127,7 @@ class Link:
     home: str = ""  # the address that is dialled after a writer's; empty: no writer's address is dialled only to ask
     rival_since_ns: int | None = None  # since when a room names another address although the peer answers at `address`
     rival: str = (
-        ""  # an address that ended rooms have named; it is dialled to tell them so, if the peer is lost at `address`
+        ""  # an address that only ended rooms name. It is dialled, to report their ends, if the peer is lost here
     )
 
     @property

@@ -418,9 +418,7 @@ class Life(NamedTuple):
     name: PairName
     epoch: int  # 0: none of its lives knows the room
     engine: int  # the life of its engine; 0: not known
-    address: str = (
-        ""  # where alone it is told of the room's end: another worker of its name answered elsewhere; empty: anywhere
-    )
+    address: str = ""  # the only address at which the room's end is reported; empty: any
 
 
 @dataclass(frozen=True, slots=True)

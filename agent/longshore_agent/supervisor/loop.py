@@ -308,8 +308,11 @@ class Supervisor:
     def _publish(self, key: PeerId) -> None:
         """Send every rank of an instance the ranks that have registered, but those of an earlier life of its engine."""
         family = [slot for slot in (self._slots[key], *self._siblings(key)) if slot.is_served]
+        if not family:
+            return
+        known = EndpointKnown(self._endpoint(family))
         for slot in family:
-            slot.link.send(EndpointKnown(self._endpoint(family)))
+            slot.link.send(known)
 
     @staticmethod
     def _endpoint(family: list[Slot]) -> Endpoint:

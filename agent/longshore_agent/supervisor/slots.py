@@ -55,7 +55,7 @@ class Slot:
     last_snapshot: WorkerSnapshot | None = None  # sent at its end
     answered_s: float = field(default_factory=time.monotonic)
     error: str = ""
-    engine_pidfd: int | None = None
+    engine_pidfd: int | None = None  # readable once the engine's process is dead; None: the kernel cannot tell
     _parts: dict[int, list[bytes]] = field(default_factory=dict)
 
     def become(self, state: WorkerState) -> None:
