@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 
@@ -23,7 +24,7 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not installed 
     request_ids: tuple[str, ...]
 
 
-class FloorConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
+class FloorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
     """See the module."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -47,6 +48,10 @@ class FloorConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Return the loads since the last step."""
         begun, self._begun = tuple(self._begun), []
         return Loads(begun)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ARG002
+        """Lend nothing."""
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether workers must hear of a load."""

@@ -24,12 +24,19 @@ POSITIONS_MAX = 2048
 SEED = 0
 WEIGHT_DEVIATION = 0.2
 ELEMENT_BYTES = 4
-# Elements of the DeepSeek model's latent, and of the part of a key that knows its position. vLLM knows no other sizes on CPUs.
+# Elements of the DeepSeek model's latent, of the part of a key that knows its position, and of the rest of a key. vLLM knows
+# no other sizes on CPUs, and prefills these alone on GPUs.
 LATENT = 512
 POSITIONAL = 64
+LATENT_HEAD_DIM = 128
+# Of sparse attention: the heads of its index, the width of a key, and of the query's latent. Kernels know no other sizes.
+INDEX_HEADS, INDEX_HEAD_DIM, INDEX_TOP, QUERY_LATENT = 64, 128, 2048, 256
+SPARSE_HEADS = 64
 # Heads of recurrent states, their width, and what a state keeps of each channel. vLLM has kernels for no other widths on CPUs.
 STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
 GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
+# What a Mamba1 state keeps of each channel.
+CHANNEL_STATE = 16
 EXPERTS, EXPERT = 4, 128
 # Layers whose hidden states EAGLE-3 reads.
 EAGLE_LAYERS = [1, 2, 3]
@@ -41,7 +48,7 @@ _BARE = ("bias", ".D", ".sinks", ".experts.gate_up_proj", ".experts.down_proj")
 CONV = 4
 GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
 # Weights by which a state forgets. With this one it keeps half of what it has for tens of tokens.
-DECAYS = frozenset({"mamba.A_log", "linear_attn.A_log"})
+DECAYS = frozenset({"mamba.A_log", "linear_attn.A_log", "self_attn.A_log"})
 SLOWNESS = 3.0
 # Tokens that the windowed layers of the Gemma model see; every third layer sees all.
 WINDOW = 64
@@ -140,6 +147,87 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
         else {key: _latent_config()[key] for key in _latent_config().keys() - {"rope_scaling"}}
     )
     return _write(directory / "deepseek", 1, config, weights)
+
+
+def make_sparse(directory: Path) -> TinyModel:
+    """Write a DeepSeek-V3.2 model without experts, whose layers select tokens by index keys, below `directory` and return it."""
+    config = _latent_config() | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "num_attention_heads": SPARSE_HEADS,
+        "num_key_value_heads": SPARSE_HEADS,
+        "q_lora_rank": QUERY_LATENT,
+        "index_n_heads": INDEX_HEADS,
+        "index_head_dim": INDEX_HEAD_DIM,
+        "index_topk": INDEX_TOP,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    del config["rope_scaling"], config["rope_theta"]
+    layer = _latent_attention(SPARSE_HEADS) | {
+        "self_attn.q_a_proj": (QUERY_LATENT, HIDDEN),
+        "self_attn.q_a_layernorm": (QUERY_LATENT,),
+        "self_attn.q_b_proj": (SPARSE_HEADS * (LATENT_HEAD_DIM + POSITIONAL), QUERY_LATENT),
+        "self_attn.indexer.wq_b": (INDEX_HEADS * INDEX_HEAD_DIM, QUERY_LATENT),
+        "self_attn.indexer.wk": (INDEX_HEAD_DIM, HIDDEN),
+        "self_attn.indexer.k_norm": (INDEX_HEAD_DIM,),
+        "self_attn.indexer.k_norm.bias": (INDEX_HEAD_DIM,),
+        "self_attn.indexer.weights_proj": (INDEX_HEADS, HIDDEN),
+    }
+    del layer["self_attn.q_proj"]
+    return _write(directory / "deepseek-v3.2", 1, config, _weights(_sizes(HEADS), [layer] * LAYERS))
+
+
+def make_delta(directory: Path) -> TinyModel:
+    """Write a Kimi Linear model without experts, with MLA in one layer and KDA in the others, below `directory` and return it."""
+    config = {key: value for key, value in _latent_config().items() if "rope" not in key or "head_dim" in key}
+    config |= {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "rope_theta": 10000.0,
+        "mla_use_nope": True,
+        "num_experts": None,
+        "linear_attn_config": {
+            # Counted from 1.
+            "kda_layers": list(range(1, LAYERS)),
+            "full_attn_layers": [LAYERS],
+            "num_heads": GATED_HEADS,
+            "head_dim": GATED_HEAD_DIM,
+            "short_conv_kernel_size": CONV,
+        },
+    }
+    layers = [*[_delta()] * (LAYERS - 1), _latent_attention()]
+    return _write(directory / "kimi-linear", 1, config, _weights(_sizes(HEADS), layers))
+
+
+def make_mamba1(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Jamba model without experts, with attention in one layer and Mamba1 states in the others, and return it."""
+    sizes = _sizes(kv_heads)
+    config = _config(kv_heads) | {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": LAYERS,
+        "attn_layer_offset": LAYERS - 1,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": CHANNEL_STATE,
+        "mamba_d_conv": CONV,
+        "mamba_expand": 2,
+        "mamba_dt_rank": CHANNEL_STATE,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+    full = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name}
+    names = {
+        "mlp": "feed_forward",
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "model.norm": "model.final_layernorm",
+    }
+    weights = _weights(sizes, [*[_mamba1()] * (LAYERS - 1), full], names)
+    return _write(directory / "jamba", kv_heads, config, weights)
 
 
 def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
@@ -246,8 +334,8 @@ def _latent_config() -> dict[str, object]:
         "kv_lora_rank": LATENT,
         "q_lora_rank": None,
         "qk_rope_head_dim": POSITIONAL,
-        "qk_nope_head_dim": HEAD_DIM,
-        "v_head_dim": HEAD_DIM,
+        "qk_nope_head_dim": LATENT_HEAD_DIM,
+        "v_head_dim": LATENT_HEAD_DIM,
         # All layers come before the first one with experts.
         "first_k_dense_replace": LAYERS,
         "n_routed_experts": 8,
@@ -361,13 +449,46 @@ def _experts(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _latent_attention() -> dict[str, tuple[int, ...]]:
+def _latent_attention(heads: int = HEADS) -> dict[str, tuple[int, ...]]:
     return {
-        "self_attn.q_proj": (HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
+        "self_attn.q_proj": (heads * (LATENT_HEAD_DIM + POSITIONAL), HIDDEN),
         "self_attn.kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
         "self_attn.kv_a_layernorm": (LATENT,),
-        "self_attn.kv_b_proj": (HEADS * 2 * HEAD_DIM, LATENT),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.kv_b_proj": (heads * 2 * LATENT_HEAD_DIM, LATENT),
+        "self_attn.o_proj": (HIDDEN, heads * LATENT_HEAD_DIM),
+    }
+
+
+def _delta() -> dict[str, tuple[int, ...]]:
+    inner = GATED_HEADS * GATED_HEAD_DIM
+    return {
+        **{f"self_attn.{name}_proj": (inner, HIDDEN) for name in "qkv"},
+        **{f"self_attn.{name}_conv1d": (inner, 1, CONV) for name in "qkv"},
+        **{f"self_attn.{name}_a_proj": (GATED_HEAD_DIM, HIDDEN) for name in "fg"},
+        **{f"self_attn.{name}_b_proj": (inner, GATED_HEAD_DIM) for name in "fg"},
+        "self_attn.b_proj": (GATED_HEADS, HIDDEN),
+        "self_attn.A_log": (GATED_HEADS,),
+        "self_attn.dt_bias": (inner,),
+        "self_attn.o_norm": (GATED_HEAD_DIM,),
+        "self_attn.o_proj": (HIDDEN, inner),
+    }
+
+
+def _mamba1() -> dict[str, tuple[int, ...]]:
+    inner = 2 * HIDDEN
+    return {
+        "mamba.in_proj": (2 * inner, HIDDEN),
+        "mamba.conv1d": (inner, 1, CONV),
+        "mamba.conv1d.bias": (inner,),
+        "mamba.x_proj": (3 * CHANNEL_STATE, inner),
+        "mamba.dt_proj": (inner, CHANNEL_STATE),
+        "mamba.dt_proj.bias": (inner,),
+        "mamba.A_log": (inner, CHANNEL_STATE),
+        "mamba.D": (inner,),
+        "mamba.out_proj": (HIDDEN, inner),
+        "mamba.dt_layernorm": (CHANNEL_STATE,),
+        "mamba.b_layernorm": (CHANNEL_STATE,),
+        "mamba.c_layernorm": (CHANNEL_STATE,),
     }
 
 

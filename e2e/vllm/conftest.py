@@ -58,7 +58,7 @@ def family(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: p
         found: Family = request.getfixturevalue("dense")
         return found
     model = {"windows": tiny_model.make_windowed, "states": tiny_model.make_mamba}[request.param](directory, 4)
-    # Prefix caches of states need Triton.
+    # With a prefix cache of states, vLLM's kernels for CPUs need other blocks.
     extra = ("--no-enable-prefix-caching",) if request.param == "states" else ()
     return Family(model, Oracle(nursery, model), extra, held_back=1)
 

@@ -30,6 +30,7 @@ from longshore_cli.local_agents import LocalAgent, make_keys
 RING_BYTES = 64 << 20
 LANE_BYTES = 4 << 20
 SLAB_BYTES_MIN = 1 << 20
+OFFLOADED_BYTES = 256 << 20
 # Long enough that peers on a loaded machine are not considered dead.
 PEER_TIMEOUT_S = 60
 TRANSFER_LIMIT_S = 120.0
@@ -139,6 +140,7 @@ class Scene:
         extra = {
             "LongshoreConnector": transfer["kv_connector_extra_config"],
             "ExampleConnector": {"shared_storage_path": str(self.disk(side.name))},
+            "OffloadingConnector": {"cpu_bytes_to_use": OFFLOADED_BYTES},
         }
         children = [
             {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra[name]}

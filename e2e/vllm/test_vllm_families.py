@@ -43,6 +43,7 @@ DIRECTIONS = [pytest.param(WIDE, SINGLE, id="TP2-TP1"), pytest.param(SINGLE, WID
 MANY = tuple(random_prompt(500 + number, 20 + 11 * number) for number in range(3 * AT_ONCE))
 
 pytestmark = pytest.mark.timeout(600)
+GPUS_ALONE = pytest.mark.skipif(not DEVICES, reason="vLLM has no kernels of this family for CPUs")
 
 
 # -- sliding windows: groups of layers of which only the end of a prompt moves ---------------------------------------------
@@ -374,12 +375,23 @@ def test_a_prompt_moves_with_its_images_and_to_no_request_with_other_ones(
 # -- MLA: engines of unequal TP on CPUs answer one prompt differently, also alone, so that the bytes are compared ------------
 
 
-@pytest.fixture(scope="module")
-def latent(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    model = tiny_model.make_latent(tmp_path_factory.mktemp("model"), has_yarn=False)
-    # vLLM has no other blocks for latents on CPUs, and no float32 for them on GPUs.
-    extra = ("--attention-backend", "TRITON_MLA", "--dtype", "bfloat16") if DEVICES else ()
-    sides = [Side(name, tp, block_tokens=16, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
+INDEX_BLOCK_TOKENS = 64
+SPARSE = pytest.param("sparse", marks=GPUS_ALONE)
+
+
+@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.shortest), SPARSE])
+def latent(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "sparse":
+        model, block_tokens = tiny_model.make_sparse(directory), INDEX_BLOCK_TOKENS
+        extra: Sequence[str] = ("--attention-backend", "FLASHMLA_SPARSE", "--dtype", "bfloat16")
+    else:
+        model, block_tokens = tiny_model.make_latent(directory, has_yarn=False), 16
+        # vLLM has no other blocks for latents on CPUs, and no float32 for them on GPUs.
+        extra = ("--attention-backend", "TRITON_MLA", "--dtype", "bfloat16") if DEVICES else ()
+    sides = [Side(name, tp, block_tokens=block_tokens, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
     with Scene(nursery, model, sides, digest=True) as running:
         yield running
 
@@ -446,10 +458,15 @@ def keep() -> Iterator[list[Scene]]:
         shutil.rmtree(scene.keep)
 
 
+def held_of(name: str, blocks: np.ndarray, length: int) -> np.ndarray:
+    """Return what a layer's blocks hold of a prompt: a latent for each token, or blocks of index keys and their scales."""
+    if "indexer" in name:
+        return blocks.reshape(len(blocks), -1)[: -(-length // INDEX_BLOCK_TOKENS)]
+    return blocks.reshape(-1, blocks.shape[-1])[:length]
+
+
 @pytest.mark.family("DeepSeek V2 (MLA)", "latents, once to each rank of decode", BYTES_EQUAL)
-@pytest.mark.parametrize(
-    ("source", "target"), [pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest), DIRECTIONS[1]]
-)
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_latents_reach_each_rank_of_decode_byte_for_byte(
     latent: Scene, keep: list[Scene], source: str, target: str
 ) -> None:
@@ -461,7 +478,7 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(
     rooms = move_and_keep(latent, source, target, (*PROMPTS, *MANY))
     for room, length in rooms.items():
         first, *others = (
-            {name: part.reshape(-1, part.shape[-1])[:length] for name, part in each.items()}
+            {name: held_of(name, part, length) for name, part in each.items()}
             for side in kept_by_both(latent, room, source, target)
             for each in side
         )
@@ -480,44 +497,69 @@ def test_with_the_moved_latents_zeroed_answers_change(latent: Scene, source: str
 # -- recurrent states: a page of each group of layers, which all tokens share -----------------------------------------------
 
 
-# Prefix caches of states need Triton.
 STATEFUL = ("--no-enable-prefix-caching",)
+# A prefix cache keeps states at the ends of blocks. vLLM's kernels for CPUs need blocks that end where their chunks do.
+STATE_BLOCK_TOKENS = 128
+
+
+PREFIXES = pytest.param(
+    "prefixes",
+    marks=pytest.mark.family(
+        "Falcon-H1 (Mamba2 and attention), prefix caches", "the rest of a prompt, and its states", TOKENS_EQUAL
+    ),
+)
+MAMBA1 = pytest.param("mamba1", marks=GPUS_ALONE)
 
 
 @pytest.fixture(scope="module")
 def mamba(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, Oracle]:
     """The model and the answers of one engine alone."""
     model = tiny_model.make_mamba(tmp_path_factory.mktemp("model"), 4)
-    return model, Oracle(nursery, model, (*PROMPTS, *MANY))
+    return model, Oracle(nursery, model, (*PROMPTS, SHARES_A_PREFIX, *MANY))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("opaque", marks=pytest.mark.shortest), "tokens"])
+@pytest.fixture(scope="module", params=[pytest.param("opaque", marks=pytest.mark.shortest), "tokens", PREFIXES, MAMBA1])
 def mamba_pair(
-    request: pytest.FixtureRequest, nursery: Nursery, mamba: tuple[TinyModel, Oracle]
-) -> Iterator[tuple[Scene, Oracle]]:
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Scene, Oracle, bool]]:
+    kind = request.param
+    if kind == "mamba1":
+        model = tiny_model.make_mamba1(tmp_path_factory.mktemp("model"), 4)
+        alone = Oracle(nursery, model, (*PROMPTS, *MANY))
+    else:
+        model, alone = request.getfixturevalue("mamba")
+    pages = "tokens" if kind == "tokens" else "opaque"
     # vLLM takes 96 tokens instead of 32, so that a state fits into a block, and 160 instead of 150.
-    block_tokens = {"opaque": 32, "tokens": 150}[request.param]
-    model, alone = mamba
+    block_tokens = {"tokens": (32, 150), "prefixes": (STATE_BLOCK_TOKENS,) * 2}.get(kind, (32, 32))
     sides = [
-        Side(WIDE, 2, extra=STATEFUL, pages=request.param),
-        Side(SINGLE, 1, extra=STATEFUL, pages=request.param, block_tokens=block_tokens),
+        Side(name, tp, extra=() if kind == "prefixes" else STATEFUL, pages=pages, block_tokens=size)
+        for name, tp, size in zip((WIDE, SINGLE), (2, 1), block_tokens, strict=True)
     ]
     with Scene(nursery, model, sides, digest=True) as running:
-        yield running, alone
+        yield running, alone, kind == "prefixes"
 
 
 @pytest.mark.family("Falcon-H1 (Mamba2 and attention)", "K and V; conv states by x, B and C; ssm states", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_a_model_with_states_equal_those_of_one_engine_alone(
-    mamba_pair: tuple[Scene, Oracle], source: str, target: str
+    mamba_pair: tuple[Scene, Oracle, bool], source: str, target: str
 ) -> None:
-    scene, alone = mamba_pair
+    scene, alone, has_prefixes = mamba_pair
     engines = scene.engines
+
+    def forget() -> None:
+        for engine in engines.values() if has_prefixes else ():
+            engine.forget_prefixes()
+
     for prompts in (PROMPTS, MANY):
+        forget()
         answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), prompts)
         assert [len(prompt) for prompt, answer in zip(prompts, answers, strict=True) if answer != alone(prompt)] == []
+    if has_prefixes:
+        check_prefixes_of_states(scene, alone, source, target)
     telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
     for what in ("", STATE):
+        forget()
         scene.zero.write_text(what)
         try:
             answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), telling)
@@ -525,6 +567,24 @@ def test_tokens_of_a_model_with_states_equal_those_of_one_engine_alone(
             scene.zero.unlink()
         assert [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)] == []
     check_nothing_is_lent(scene, 60)
+
+
+def check_prefixes_of_states(scene: Scene, alone: Oracle, source: str, target: str) -> None:
+    """Check that of a prompt whose beginning both engines have the rest moves, with its state."""
+    near, far = scene.engines[source], scene.engines[target]
+    loads = []
+    for has_begun in (False, True):
+        for engine in (near, far):
+            engine.forget_prefixes()
+            if has_begun:
+                engine.complete(Prompt(SHARES_A_PREFIX[:SHARED_TOKENS]), NEW_TOKENS)
+        before = load_bytes(far)
+        assert generate(near, far, SHARES_A_PREFIX, NEW_TOKENS) == alone(SHARES_A_PREFIX)
+        until(lambda before=before: load_bytes(far) > before, "the load is counted")
+        loads.append(load_bytes(far) - before)
+    tokens = SHARED_TOKENS // STATE_BLOCK_TOKENS * STATE_BLOCK_TOKENS
+    token_bytes = tiny_model.LAYERS * 2 * 4 * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
+    assert loads[0] - loads[1] == tokens * token_bytes
 
 
 # -- gated delta rules: engines of unequal TP round bfloat16 differently, so that the bytes are compared ---------------------
@@ -538,15 +598,22 @@ MTP = pytest.param(
 )
 
 
-@pytest.fixture(scope="module", params=["SD", "DS", MTP])
+KDA = pytest.param("KDA", marks=GPUS_ALONE)
+
+
+@pytest.fixture(scope="module", params=["SD", "DS", "prefixes", MTP, KDA])
 def gated(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Scene]]:
-    model = tiny_model.make_gated(tmp_path_factory.mktemp("model"), 4)
+    directory = tmp_path_factory.mktemp("model")
+    model = tiny_model.make_delta(directory) if request.param == "KDA" else tiny_model.make_gated(directory, 4)
     # vLLM has these kernels for bfloat16 alone on CPUs, and on GPUs others that compile a package at their first use.
-    extra = (*STATEFUL, "--dtype", "bfloat16", *(("--gdn-prefill-backend", "triton") if DEVICES else ()))
+    extra = ("--dtype", "bfloat16", *(("--gdn-prefill-backend", "triton") if DEVICES else ()))
+    extra += ("--attention-backend", "TRITON_MLA") if request.param == "KDA" else ()
+    extra += () if request.param == "prefixes" else STATEFUL
     order = "DS" if request.param == "DS" else "SD"
-    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order}
+    # vLLM's sum of ranks in one kernel needs a package that compiles itself.
+    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order, "VLLM_KIMI_K3_GEMM_AR": "0"}
     if request.param == "MTP":
         extra += ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
     sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in ((WIDE, 2), (SINGLE, 1))]
@@ -554,10 +621,10 @@ def gated(
         yield request.param, running
 
 
-def whole_state(ranks: Sequence[np.ndarray], order: str) -> np.ndarray:
+def whole_state(ranks: Sequence[np.ndarray], order: str, value_heads: int) -> np.ndarray:
     """Return the conv state of a layer, [channels, rows], from those of its ranks, each of which has a part of q, of k and of v."""
     parts = [rank[0] if order == "DS" else rank[0].T for rank in ranks]
-    keys = tiny_model.GATED_KEY_HEADS * tiny_model.GATED_HEAD_DIM // len(ranks)
+    keys = (len(parts[0]) - value_heads * tiny_model.GATED_HEAD_DIM) // 2
     bounds = [(0, keys), (keys, 2 * keys), (2 * keys, None)]
     return np.concatenate([part[first:end] for first, end in bounds for part in parts])
 
@@ -571,6 +638,8 @@ def test_states_and_keys_reach_decode_byte_for_byte(
 ) -> None:
     kind, scene = gated
     order = "DS" if kind == "DS" else "SD"
+    for engine in scene.engines.values():
+        engine.forget_prefixes()
     scene.keep.mkdir()
     keep.append(scene)
     # vLLM's kernel for CPUs ends the engine with a prompt of one token, which is what prefill computes of two.
@@ -585,12 +654,18 @@ def test_states_and_keys_reach_decode_byte_for_byte(
                 conv, ssm = (
                     [[rank[f"{layer}.{part}"] for rank in side] for side in (offered, received)] for part in (0, 1)
                 )
-                one, other = (whole_state(side, order) for side in conv)
+                one, other = (
+                    whole_state(side, order, states[0].shape[1]) for side, states in zip(conv, ssm, strict=True)
+                )
                 assert np.array_equal(one, other)
                 assert one.any(axis=1).all()
                 one, other = (np.concatenate([rank[0] for rank in side]) for side in ssm)
                 assert np.array_equal(one, other)
                 assert one.any(axis=(1, 2)).all()
+            elif kind == "KDA":
+                first, *others = (rank[f"{layer}.0"] for rank in (*offered, *received))
+                assert first.any()
+                assert all(np.array_equal(first, other) for other in others)
             else:
                 # Blocks of the tokens before the last one.
                 assert have_equal_heads(offered, received, f"{layer}.0")
@@ -660,5 +735,8 @@ def test_a_conv_state_that_is_split_without_its_sections_is_told_by_its_bytes(nu
     parts = [name for name in received[0] if f"{name.rpartition('.')[0]}.1" in received[0] and name.endswith(".0")]
     assert len(parts) == tiny_model.LAYERS - 1
     for part in parts:
-        one, other = (whole_state([rank[part] for rank in side], "SD") for side in (offered, received))
+        one, other = (
+            whole_state([rank[part] for rank in side], "SD", tiny_model.GATED_HEADS // len(side))
+            for side in (offered, received)
+        )
         assert not np.array_equal(one, other)

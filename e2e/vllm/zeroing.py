@@ -9,6 +9,8 @@ offered, and of one that has come.
 
 E2E_VLLM_PLANT plants an error that other connectors had, which a test must find.
 
+vLLM's prefix cache of states copies them by Triton, which vLLM for CPUs lacks: here bytes are copied instead.
+
 E2E_VLLM_STAGES lets vLLM for CPUs have pipeline stages, whose first request would end it.
 
 While the file that E2E_VLLM_HOLD names exists, an engine stands still after a step that offers a chunk, but not the last
@@ -17,6 +19,7 @@ one, up to the token that the file names or beyond.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -27,6 +30,8 @@ import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import longshore_engines.vllm
@@ -44,7 +49,16 @@ PLANT = os.environ.get("E2E_VLLM_PLANT")
 if PLANT == "last token":
     longshore_engines.vllm.held_back = lambda _groups: 0
 elif PLANT == "no sections":
-    vllm_caches._SECTIONS["GDN_ATTN"] = lambda channels, _state, tp, _config: iter([(channels * tp, 1)])
+    vllm_caches._SHAPES["GDN_ATTN"] = lambda channels, state, tp, _config: (state[0] * tp, [(channels * tp, 1)])
+
+
+if not HAS_TRITON:
+
+    def _copy(sources: Any, targets: Any, sizes: Any) -> None:
+        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+    mamba_utils.batch_memcpy = _copy
 
 
 if os.environ.get("E2E_VLLM_STAGES"):

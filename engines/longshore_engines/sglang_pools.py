@@ -178,7 +178,8 @@ def shared_pools(pools: Pools, model: Model, layers: Sequence[Sequence[int]], pa
                 f"the model's convolutions have parts of {list(pool.conv_shard_groups)} channels, and its states heads of "
                 f"{_state_widths(pool)}: which of them is of which head is not known"
             )
-        slots += state_slots(list(conv), list(states), sections, parallel, len(conv), is_dim_first=True)
+        heads = states[0].shape[1] * parallel.tp
+        slots += state_slots(list(conv), list(states), heads, sections, parallel, len(conv), is_dim_first=True)
     return share_rows(rows, slots)
 
 

@@ -111,6 +111,7 @@ CONV, SSM = "conv", "ssm"
 def state_slots(
     conv: Sequence[KVTensor],
     states: Sequence[KVTensor],
+    heads: int,
     sections: Sequence[tuple[int, int]],
     parallel: Parallel,
     page_layers: int,
@@ -121,18 +122,18 @@ def state_slots(
 
     Args:
         conv: of each local layer [blocks, rows, channels], or [blocks, channels, rows] with `is_dim_first`.
-        states: of each local layer [blocks, heads, ...].
+        states: of each local layer [blocks, heads or channels, ...].
+        heads: of the states of all ranks, or groups of channels that ranks divide.
         sections: of the channels of all ranks, heads and channels of each.
         page_layers: layers of which one page of a slot has the states.
     """
     rows = conv[0].shape[2 if is_dim_first else 1]
     size, state_size = conv[0].element_size(), states[0].element_size()
     planes = tuple(
-        Plane(heads, width * rows * size) if is_dim_first else Plane(heads, width * size, rows)
-        for heads, width in sections
+        Plane(count, width * rows * size) if is_dim_first else Plane(count, width * size, rows)
+        for count, width in sections
     )
-    heads, *inner = states[0].shape[1:]
-    state = Plane(heads * parallel.tp, math.prod(inner) * state_size)
+    state = Plane(heads, math.prod(states[0].shape[1:]) * parallel.tp * state_size // heads)
 
     def layout(name: str, own: tuple[Plane, ...], element_bytes: int) -> KVLayout:
         return KVLayout(ModelShape(len(conv), own, element_bytes), parallel, page_layers, PageOrder.SLOT, name=name)

@@ -7,7 +7,7 @@ overlay each other in one allocation, in which a page belongs to one group at a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
@@ -29,7 +29,8 @@ from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
-DRAFT = "draft"
+# Caches of layers whose group has others: keys by which a layer selects tokens, and layers of a draft.
+INDEX, DRAFT = "index", "draft"
 # The kinds of vLLM's specs that were tried, by their class.
 _KINDS = {
     "FullAttentionSpec": _FULL,
@@ -37,7 +38,9 @@ _KINDS = {
     "SlidingWindowSpec": _WINDOW,
     "MambaSpec": _STATE,
 }
-_ORDER = (_FULL, _WINDOW, DRAFT)
+_ORDER = (_FULL, _WINDOW, INDEX, DRAFT)
+# Whether vLLM's prefix cache keeps states, at the ends of blocks. In both the last page of a sequence is its running state.
+_STATE_MODES = ("none", "align")
 # vLLM's names of one type.
 _SYNONYMS = {"fp8": "fp8_e4m3"}
 # What models call the number of groups that share B and C of a Mamba2 state.
@@ -74,7 +77,7 @@ def kind_of(group: Any) -> str:
     kinds = set()
     for name, spec in specs_of(group).items():
         kind = _KINDS.get(type(spec).__name__)
-        if kind is None or "INDEXER" in str(getattr(spec, "cache_role", "")):
+        if kind is None:
             raise ArgumentError(f"layer {name} has a cache of the kind {type(spec).__name__}, which is not moved yet")
         if kind == _STATE:
             _check_state(name, spec)
@@ -85,14 +88,14 @@ def kind_of(group: Any) -> str:
 
 
 def _check_state(name: str, spec: Any) -> None:
-    if spec.mamba_type.name not in _SECTIONS:
+    if spec.mamba_type.name not in _SHAPES:
         raise ArgumentError(
-            f"layer {name} has a state of the kind {spec.mamba_type.name}: only those of {', '.join(sorted(_SECTIONS))} are moved"
+            f"layer {name} has a state of the kind {spec.mamba_type.name}: only those of {', '.join(sorted(_SHAPES))} are moved"
         )
-    if spec.mamba_cache_mode != "none":
+    if spec.mamba_cache_mode not in _STATE_MODES:
         raise ArgumentError(
-            f"mamba_cache_mode is {spec.mamba_cache_mode!r}: states in a prefix cache are not moved yet; start with "
-            "--no-enable-prefix-caching"
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}: only {', '.join(_STATE_MODES)} are tried; start with "
+            "--mamba-cache-mode align"
         )
     if getattr(spec, "tp_replicated", False):
         raise ArgumentError(f"layer {name} has a state that every rank has whole, which is not moved yet")
@@ -124,6 +127,10 @@ def held_back(groups: Sequence[PageGroup]) -> int:
 def is_draft(name: str, layers: int) -> bool:
     """Return whether a layer is of the draft of a model of `layers` layers, by its name."""
     return name.startswith(("draft_model.", "mtp.")) or layer_number(name) >= layers
+
+
+def _is_index(spec: Any) -> bool:
+    return "INDEXER" in str(getattr(spec, "cache_role", ""))
 
 
 class _Attention(NamedTuple):
@@ -175,7 +182,9 @@ def caches_of(
             own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
         total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
-        heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
+        # Every rank has an index key whole, as it has a latent.
+        is_whole = owner.use_mla or cache.kind == INDEX
+        heads = 1 if is_whole else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
         shape = CacheShape(
             sum(stage_layers) if stage_layers else len(own),
             heads,
@@ -233,10 +242,16 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
     for index, (group, kind) in enumerate(zip(groups, kinds, strict=True)):
         if kind == _STATE:
             continue
-        names = sorted(group.layer_names, key=layer_number)
-        drafts = tuple(name for name in names if is_draft(name, layers))
-        own = tuple(name for name in names if name not in drafts)
-        found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
+        by_kind: dict[str, list[str]] = {kind: [], INDEX: [], DRAFT: []}
+        for name in sorted(group.layer_names, key=layer_number):
+            is_index = _is_index(specs_of(group)[name])
+            if not is_draft(name, layers):
+                by_kind[INDEX if is_index else kind].append(name)
+            elif not is_index:
+                by_kind[DRAFT].append(name)
+            else:
+                raise ArgumentError(f"layer {name} has index keys of a draft, which are not moved yet")
+        found += [_Attention(each, index, tuple(names)) for each, names in by_kind.items() if names]
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
 
 
@@ -251,17 +266,30 @@ def _check_apart(tensors: Mapping[str, KVTensor]) -> None:
 # -- recurrent states -------------------------------------------------------------------------------------------------
 
 
-def _gated_delta(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterator[tuple[int, int]]:  # noqa: ARG001
-    """Yield heads and width of q, k and v."""
+class _StateShape(NamedTuple):
+    """Of all ranks: the heads of a state, and the sections of its conv state, heads and channels of each."""
+
+    heads: int
+    sections: list[tuple[int, int]]
+
+
+def _gated_delta(channels: int, state: Sequence[int], tp: int, config: Any) -> _StateShape:  # noqa: ARG001
+    """Return the shape of a state whose conv state has q, k and v."""
     heads, width, key_width = state
-    key_heads = (channels - heads * width) // 2 // key_width
-    yield key_heads * tp, key_width
-    yield key_heads * tp, key_width
-    yield heads * tp, width
+    keys = ((channels - heads * width) // 2 // key_width * tp, key_width)
+    return _StateShape(heads * tp, [keys, keys, (heads * tp, width)])
 
 
-def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterator[tuple[int, int]]:
-    """Yield heads and width of x, B and C."""
+def _mamba1(channels: int, state: Sequence[int], tp: int, config: Any) -> _StateShape:  # noqa: ARG001
+    """Return the shape of a state without heads, whose channels are independent."""
+    heads, others = divmod(channels, _CHANNELS)
+    if others:
+        raise ArgumentError(f"a rank has {channels} channels of a state: a multiple of {_CHANNELS} is known")
+    return _StateShape(heads * tp, [(heads * tp, _CHANNELS)])
+
+
+def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> _StateShape:
+    """Return the shape of a state whose conv state has x, B and C."""
     heads, width, size = state
     local = (channels - heads * width) // 2 // size
     groups = local * tp
@@ -272,12 +300,12 @@ def _mamba2(channels: int, state: Sequence[int], tp: int, config: Any) -> Iterat
                 f"the model's config has none of {', '.join(_STATE_GROUPS)}: whether ranks share B and C of a state is not known"
             )
         groups = min(given, tp)
-    yield heads * tp, width
-    yield groups, size
-    yield groups, size
+    return _StateShape(heads * tp, [(heads * tp, width), (groups, size), (groups, size)])
 
 
-_SECTIONS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2}
+# What ranks divide of a state without heads: this many channels together.
+_CHANNELS = 64
+_SHAPES = {"GDN_ATTN": _gated_delta, "MAMBA1": _mamba1, "MAMBA2": _mamba2}
 
 
 def _slots(
@@ -303,11 +331,11 @@ def _slots(
     conv, state = ([states[name][part] for name in names] for part in range(2))
     channels = conv[0].shape[1 if is_dim_first else 2]
     config = vllm_config.model_config.hf_text_config
-    sections = list(_SECTIONS[spec.mamba_type.name](channels, state[0].shape[1:], parallel.tp, config))
+    heads, sections = _SHAPES[spec.mamba_type.name](channels, state[0].shape[1:], parallel.tp, config)
     order = "DS" if is_dim_first else "SD"
     text = (
         f"states of {spec.mamba_type.name} in groups of {', '.join(map(str, counts))}: conv {order} {conv[0].dtype}, "
         f"ssm {state[0].dtype}"
     )
-    slots = state_slots(conv, state, sections, parallel, counts[0] if is_even else 1, is_dim_first=is_dim_first)
+    slots = state_slots(conv, state, heads, sections, parallel, counts[0] if is_even else 1, is_dim_first=is_dim_first)
     return slots, (1,) * len(counts) if is_even else tuple(counts), [text]
