@@ -29,9 +29,6 @@ ELEMENT_BYTES = 4
 LATENT = 512
 POSITIONAL = 64
 LATENT_HEAD_DIM = 128
-# Of sparse attention: the heads of its index, the width of a key, and of the query's latent. Kernels know no other sizes.
-INDEX_HEADS, INDEX_HEAD_DIM, INDEX_TOP, QUERY_LATENT = 64, 128, 2048, 256
-SPARSE_HEADS = 64
 # Heads of recurrent states, their width, and what a state keeps of each channel. vLLM has kernels for no other widths on CPUs.
 STATE_HEADS, STATE_HEAD_DIM, STATE = 16, 32, 32
 GATED_HEADS, GATED_KEY_HEADS, GATED_HEAD_DIM = 4, 2, 128
@@ -147,38 +144,6 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
         else {key: _latent_config()[key] for key in _latent_config().keys() - {"rope_scaling"}}
     )
     return _write(directory / "deepseek", 1, config, weights)
-
-
-def make_sparse(directory: Path) -> TinyModel:
-    """Write a DeepSeek-V3.2 model without experts, whose layers select tokens by index keys, below `directory` and return it."""
-    config = _latent_config() | {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "num_attention_heads": SPARSE_HEADS,
-        "num_key_value_heads": SPARSE_HEADS,
-        "q_lora_rank": QUERY_LATENT,
-        "index_n_heads": INDEX_HEADS,
-        "index_head_dim": INDEX_HEAD_DIM,
-        "index_topk": INDEX_TOP,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    del config["rope_scaling"], config["rope_theta"]
-    layer = _latent_attention(SPARSE_HEADS) | {
-        "self_attn.q_a_proj": (QUERY_LATENT, HIDDEN),
-        "self_attn.q_a_layernorm": (QUERY_LATENT,),
-        "self_attn.q_b_proj": (SPARSE_HEADS * (LATENT_HEAD_DIM + POSITIONAL), QUERY_LATENT),
-        "self_attn.indexer.wq_b": (INDEX_HEADS * INDEX_HEAD_DIM, QUERY_LATENT),
-        "self_attn.indexer.wk": (INDEX_HEAD_DIM, HIDDEN),
-        "self_attn.indexer.k_norm": (INDEX_HEAD_DIM,),
-        "self_attn.indexer.k_norm.bias": (INDEX_HEAD_DIM,),
-        "self_attn.indexer.weights_proj": (INDEX_HEADS, HIDDEN),
-    }
-    del layer["self_attn.q_proj"]
-    return _write(directory / "deepseek-v3.2", 1, config, _weights(_sizes(HEADS), [layer] * LAYERS))
 
 
 def make_delta(directory: Path) -> TinyModel:
@@ -449,13 +414,13 @@ def _experts(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _latent_attention(heads: int = HEADS) -> dict[str, tuple[int, ...]]:
+def _latent_attention() -> dict[str, tuple[int, ...]]:
     return {
-        "self_attn.q_proj": (heads * (LATENT_HEAD_DIM + POSITIONAL), HIDDEN),
+        "self_attn.q_proj": (HEADS * (LATENT_HEAD_DIM + POSITIONAL), HIDDEN),
         "self_attn.kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
         "self_attn.kv_a_layernorm": (LATENT,),
-        "self_attn.kv_b_proj": (heads * 2 * LATENT_HEAD_DIM, LATENT),
-        "self_attn.o_proj": (HIDDEN, heads * LATENT_HEAD_DIM),
+        "self_attn.kv_b_proj": (HEADS * 2 * LATENT_HEAD_DIM, LATENT),
+        "self_attn.o_proj": (HIDDEN, HEADS * LATENT_HEAD_DIM),
     }
 
 

@@ -375,23 +375,12 @@ def test_a_prompt_moves_with_its_images_and_to_no_request_with_other_ones(
 # -- MLA: engines of unequal TP on CPUs answer one prompt differently, also alone, so that the bytes are compared ------------
 
 
-INDEX_BLOCK_TOKENS = 64
-SPARSE = pytest.param("sparse", marks=GPUS_ALONE)
-
-
-@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.shortest), SPARSE])
-def latent(
-    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Scene]:
-    directory = tmp_path_factory.mktemp("model")
-    if request.param == "sparse":
-        model, block_tokens = tiny_model.make_sparse(directory), INDEX_BLOCK_TOKENS
-        extra: Sequence[str] = ("--attention-backend", "FLASHMLA_SPARSE", "--dtype", "bfloat16")
-    else:
-        model, block_tokens = tiny_model.make_latent(directory, has_yarn=False), 16
-        # vLLM has no other blocks for latents on CPUs, and no float32 for them on GPUs.
-        extra = ("--attention-backend", "TRITON_MLA", "--dtype", "bfloat16") if DEVICES else ()
-    sides = [Side(name, tp, block_tokens=block_tokens, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
+@pytest.fixture(scope="module")
+def latent(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    model = tiny_model.make_latent(tmp_path_factory.mktemp("model"), has_yarn=False)
+    # vLLM has no other blocks for latents on CPUs, and no float32 for them on GPUs.
+    extra = ("--attention-backend", "TRITON_MLA", "--dtype", "bfloat16") if DEVICES else ()
+    sides = [Side(name, tp, block_tokens=16, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
     with Scene(nursery, model, sides, digest=True) as running:
         yield running
 
@@ -458,15 +447,16 @@ def keep() -> Iterator[list[Scene]]:
         shutil.rmtree(scene.keep)
 
 
-def held_of(name: str, blocks: np.ndarray, length: int) -> np.ndarray:
-    """Return what a layer's blocks hold of a prompt: a latent for each token, or blocks of index keys and their scales."""
-    if "indexer" in name:
-        return blocks.reshape(len(blocks), -1)[: -(-length // INDEX_BLOCK_TOKENS)]
-    return blocks.reshape(-1, blocks.shape[-1])[:length]
+def latents_of(blocks: np.ndarray, tokens: int) -> np.ndarray:
+    """Return those of the first tokens in a layer's blocks, [token, element]."""
+    found: np.ndarray = blocks.reshape(-1, blocks.shape[-1])[:tokens]
+    return found
 
 
 @pytest.mark.family("DeepSeek V2 (MLA)", "latents, once to each rank of decode", BYTES_EQUAL)
-@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+@pytest.mark.parametrize(
+    ("source", "target"), [pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest), DIRECTIONS[1]]
+)
 def test_latents_reach_each_rank_of_decode_byte_for_byte(
     latent: Scene, keep: list[Scene], source: str, target: str
 ) -> None:
@@ -478,7 +468,7 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(
     rooms = move_and_keep(latent, source, target, (*PROMPTS, *MANY))
     for room, length in rooms.items():
         first, *others = (
-            {name: held_of(name, part, length) for name, part in each.items()}
+            {name: latents_of(part, length) for name, part in each.items()}
             for side in kept_by_both(latent, room, source, target)
             for each in side
         )
@@ -508,7 +498,13 @@ PREFIXES = pytest.param(
         "Falcon-H1 (Mamba2 and attention), prefix caches", "the rest of a prompt, and its states", TOKENS_EQUAL
     ),
 )
-MAMBA1 = pytest.param("mamba1", marks=GPUS_ALONE)
+MAMBA1 = pytest.param(
+    "mamba1",
+    marks=[
+        GPUS_ALONE,
+        pytest.mark.family("Jamba (Mamba1 and attention)", "K and V; conv and ssm states by channels", TOKENS_EQUAL),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -598,7 +594,15 @@ MTP = pytest.param(
 )
 
 
-KDA = pytest.param("KDA", marks=GPUS_ALONE)
+KDA = pytest.param(
+    "KDA",
+    marks=[
+        GPUS_ALONE,
+        pytest.mark.family(
+            "Kimi Linear (KDA and MLA)", "latents; conv states by q, k and v; recurrent states", BYTES_EQUAL
+        ),
+    ],
+)
 
 
 @pytest.fixture(scope="module", params=["SD", "DS", "prefixes", MTP, KDA])
@@ -616,7 +620,9 @@ def gated(
     environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order, "VLLM_KIMI_K3_GEMM_AR": "0"}
     if request.param == "MTP":
         extra += ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
-    sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in ((WIDE, 2), (SINGLE, 1))]
+    # A block has room for a rank's state, and every rank has a latent whole: so blocks differ with the number of ranks.
+    pages = "tokens" if request.param == "KDA" else "opaque"
+    sides = [Side(name, tp, extra=extra, environment=environment, pages=pages) for name, tp in ((WIDE, 2), (SINGLE, 1))]
     with Scene(nursery, model, sides, digest=True) as running:
         yield request.param, running
 
@@ -644,7 +650,7 @@ def test_states_and_keys_reach_decode_byte_for_byte(
     keep.append(scene)
     # vLLM's kernel for CPUs ends the engine with a prompt of one token, which is what prefill computes of two.
     rooms = move_and_keep(scene, source, target, [prompt for prompt in (*PROMPTS, *MANY) if len(prompt) > len("ab")])
-    for room in rooms:
+    for room, length in rooms.items():
         offered, received = kept_by_both(scene, room, source, target)
         layers = {name.rpartition(".")[0] for name in offered[0]}
         drafts = {layer for layer in layers if layer.startswith("mtp.")}
@@ -663,8 +669,8 @@ def test_states_and_keys_reach_decode_byte_for_byte(
                 assert np.array_equal(one, other)
                 assert one.any(axis=(1, 2)).all()
             elif kind == "KDA":
-                first, *others = (rank[f"{layer}.0"] for rank in (*offered, *received))
-                assert first.any()
+                first, *others = (latents_of(rank[f"{layer}.0"], length - 1) for rank in (*offered, *received))
+                assert first.any(axis=1).all()
                 assert all(np.array_equal(first, other) for other in others)
             else:
                 # Blocks of the tokens before the last one.

@@ -29,8 +29,7 @@ from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
-# Caches of layers whose group has others: keys by which a layer selects tokens, and layers of a draft.
-INDEX, DRAFT = "index", "draft"
+DRAFT = "draft"
 # The kinds of vLLM's specs that were tried, by their class.
 _KINDS = {
     "FullAttentionSpec": _FULL,
@@ -38,7 +37,7 @@ _KINDS = {
     "SlidingWindowSpec": _WINDOW,
     "MambaSpec": _STATE,
 }
-_ORDER = (_FULL, _WINDOW, INDEX, DRAFT)
+_ORDER = (_FULL, _WINDOW, DRAFT)
 # Whether vLLM's prefix cache keeps states, at the ends of blocks. In both the last page of a sequence is its running state.
 _STATE_MODES = ("none", "align")
 # vLLM's names of one type.
@@ -77,7 +76,7 @@ def kind_of(group: Any) -> str:
     kinds = set()
     for name, spec in specs_of(group).items():
         kind = _KINDS.get(type(spec).__name__)
-        if kind is None:
+        if kind is None or "INDEXER" in str(getattr(spec, "cache_role", "")):
             raise ArgumentError(f"layer {name} has a cache of the kind {type(spec).__name__}, which is not moved yet")
         if kind == _STATE:
             _check_state(name, spec)
@@ -129,10 +128,6 @@ def is_draft(name: str, layers: int) -> bool:
     return name.startswith(("draft_model.", "mtp.")) or layer_number(name) >= layers
 
 
-def _is_index(spec: Any) -> bool:
-    return "INDEXER" in str(getattr(spec, "cache_role", ""))
-
-
 class _Attention(NamedTuple):
     """A cache with tokens: its layers in order, all of one group."""
 
@@ -182,9 +177,7 @@ def caches_of(
             own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
         total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
-        # Every rank has an index key whole, as it has a latent.
-        is_whole = owner.use_mla or cache.kind == INDEX
-        heads = 1 if is_whole else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
+        heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
         shape = CacheShape(
             sum(stage_layers) if stage_layers else len(own),
             heads,
@@ -242,16 +235,10 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
     for index, (group, kind) in enumerate(zip(groups, kinds, strict=True)):
         if kind == _STATE:
             continue
-        by_kind: dict[str, list[str]] = {kind: [], INDEX: [], DRAFT: []}
-        for name in sorted(group.layer_names, key=layer_number):
-            is_index = _is_index(specs_of(group)[name])
-            if not is_draft(name, layers):
-                by_kind[INDEX if is_index else kind].append(name)
-            elif not is_index:
-                by_kind[DRAFT].append(name)
-            else:
-                raise ArgumentError(f"layer {name} has index keys of a draft, which are not moved yet")
-        found += [_Attention(each, index, tuple(names)) for each, names in by_kind.items() if names]
+        names = sorted(group.layer_names, key=layer_number)
+        drafts = tuple(name for name in names if is_draft(name, layers))
+        own = tuple(name for name in names if name not in drafts)
+        found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
 
 

@@ -27,14 +27,7 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 
 class MLAAttentionSpec(FullAttentionSpec):
-    pass
-
-
-class IndexSpec(FullAttentionSpec):
     cache_role = "INDEXER"
-
-
-IndexSpec.__name__ = "MLAAttentionSpec"
 
 
 class MambaSpec:
@@ -112,6 +105,7 @@ def test_the_scheduler_knows_each_group_by_its_page_its_window_or_its_state():
     ("spec", "named"),
     [
         (ChunkedLocalAttentionSpec(TOKENS, DIM), "ChunkedLocalAttentionSpec"),
+        (MLAAttentionSpec(TOKENS, DIM), "MLAAttentionSpec"),
         (MambaSpec("LINEAR"), "LINEAR"),
         (MambaSpec("MAMBA2", "all"), "--mamba-cache-mode align"),
         (MambaSpec("MAMBA2", replicated=True), "every rank has whole"),
@@ -221,29 +215,6 @@ def test_a_state_without_heads_is_divided_by_groups_of_channels():
     odd = tensor(0, (3, 96), torch.float32), tensor(0, (96, 4), torch.float32, 3 * 96 * 4)
     with pytest.raises(ArgumentError, match="96 channels"):
         described(engine(tp=2), groups, {}, {"l.0": odd})
-
-
-def test_index_keys_are_a_cache_beside_the_latents_of_their_group_which_each_rank_has_whole():
-    tensor, _ = allocation()
-    latents, keys = tensor(0, (1, TOKENS, DIM), torch.bfloat16), tensor(1, (1, TOKENS, 12), torch.uint8)
-    names = {"l.0.attn": MLAAttentionSpec(TOKENS, DIM), "l.0.indexer.k_cache": IndexSpec(TOKENS, 12)}
-    group = cache_group(FULL, *names)
-    group.kv_cache_spec = SimpleNamespace(block_size=TOKENS, kv_cache_specs=names)
-    config = engine(tp=2)
-    config.model_config.use_mla = True
-    config.cache_config = SimpleNamespace(cache_dtype="auto")
-    tensors, writers = dict(zip(names, (latents, keys), strict=True)), {"l.0.indexer.k_cache": "INDEXER"}
-    found = described(config, [group], tensors, writers=writers, tp_rank=1)
-    assert [(cache.name, cache.model.kv_heads) for cache in found.shared.layout.caches] == [("kv", 1), ("index", 1)]
-    assert [cache.blob_bytes for cache in found.shared.layout.caches] == [TOKENS * DIM * 2, TOKENS * 12]
-    assert [cache.groups for cache in found.groups] == [(0,), (0,)]
-    assert found.content == "kv: CPU_ATTN vec torch.bfloat16; index: INDEXER auto"
-    with pytest.raises(ArgumentError, match="index is written by INDEXER"):
-        described(config, [group], tensors, pages="tokens", writers=writers)
-    names["mtp.layers.0.indexer.k_cache"] = IndexSpec(TOKENS, 12)
-    group.layer_names = list(names)
-    with pytest.raises(ArgumentError, match=r"mtp\.layers\.0\.indexer"):
-        described(config, [group], tensors, writers=writers)
 
 
 @pytest.mark.parametrize(

@@ -45,4 +45,4 @@ def test_a_failing_run_is_made_small_and_is_told_as_a_list_of_events() -> None:
     assert kind(again.fault) == kind(found.fault)
     assert len(small.rooms) <= 2 < len(found.scenario.rooms)
     assert again.fault in text
-    assert "lands at" in text
+    assert "hears Claim" in text

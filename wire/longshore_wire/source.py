@@ -508,8 +508,7 @@ class SourceSession:
                 # Failed: its halves contradict each other.
                 return
             self._progress(room, now_ns)
-        self._send_demand(room, pair)
-        self._advance(room, pair, now_ns)
+        self._advance(room, pair, now_ns, is_claimed=True)
         self._finish(room, now_ns)
 
     def _takes_nothing(self, link: Link, claim: Claim, now_ns: int) -> bool:
@@ -786,8 +785,8 @@ class SourceSession:
                 text = f"cache {self._names[pair.pair.cache]!r}: {text}"
             self._fail(room, Reason.TOKENS_MISSING, text, now_ns)
 
-    def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
-        """Start every slab that has its tokens, its grant and a wire."""
+    def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int, *, is_claimed: bool = False) -> None:
+        """Start every slab that has its tokens, its grant and a wire; answer the pair's claim if it has come now."""
         if room.failed:
             return
         is_slot = pair.route is not None and pair.route.slot
@@ -796,8 +795,8 @@ class SourceSession:
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
-        if ready > pair.ready_count:
-            pair.ready_count = ready
+        if is_claimed or ready > pair.ready_count:
+            pair.ready_count = max(ready, pair.ready_count)
             # First, and also without need of a grant: it wakes the target, which then polls for bytes without pause.
             self._send_demand(room, pair)
         fault = self.links.wire_fault_of(pair, now_ns)
