@@ -46,6 +46,8 @@ SHARES = (
     (
         "staged room of 1 slab",
         "direct room",
+        "staged room of 3 caches",
+        "direct room of 3 caches",
         "GPU control thread",
         "idle second with 100 peers",
         "reconcile without a change",

@@ -52,6 +52,12 @@ def direct_room() -> Callable[[], None]:
     return lambda: world.move([_ONE_SLAB])
 
 
+def hybrid_room(*, near: bool) -> Callable[[], None]:
+    """One room of three caches, staged or between two engines of one agent."""
+    world = World(CLOCK, near=near, hybrid=True)
+    return lambda: world.move([_ONE_SLAB])
+
+
 def rooms_at_once() -> Callable[[], None]:
     """64 staged rooms of one slab each."""
     world = World(CLOCK)
@@ -138,6 +144,8 @@ SCENES = {
     "staged room of 1 slab": Case(lambda: staged_room(_ONE_SLAB), 10),
     "staged room of 32 slabs": Case(lambda: staged_room(_SLABS), 2),
     "direct room": Case(direct_room, 10),
+    "staged room of 3 caches": Case(lambda: hybrid_room(near=False), 10),
+    "direct room of 3 caches": Case(lambda: hybrid_room(near=True), 10),
     "64 rooms at once": Case(rooms_at_once, 1),
     "claim of 4,096 pages": Case(long_claim, 5),
     "idle second with 100 peers": Case(idle_second, 1),

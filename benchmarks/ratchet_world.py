@@ -22,6 +22,8 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
+
 # -- the clock -----------------------------------------------------------------------------------------------------------
 
 _START_NS = 1_000_000_000_000
@@ -137,6 +139,7 @@ from longshore_agent.worker import resources  # noqa: E402
 from longshore_agent.worker.config import WorkerConfig  # noqa: E402
 from longshore_agent.worker.loop import Worker  # noqa: E402
 from longshore_client import Half, KVLayout, ModelShape, Parallel, pool_geometry  # noqa: E402
+from longshore_client.arguments import CacheTokens  # noqa: E402
 from longshore_client.client import Client  # noqa: E402
 from longshore_client.core import Core, State  # noqa: E402
 from longshore_spec.agent_config import Backend  # noqa: E402
@@ -150,7 +153,7 @@ from longshore_wire.engine_messages import (  # noqa: E402
     RankAddress,
     RoomEventKind,
 )
-from longshore_wire.layout import TargetMemory  # noqa: E402
+from longshore_wire.layout import PageOrder, Plane, TargetMemory  # noqa: E402
 from longshore_wire.names import Wire as WireKind  # noqa: E402
 from longshore_wire.peer_messages import PEER  # noqa: E402
 from longshore_wire.source import SourceSession  # noqa: E402
@@ -159,6 +162,14 @@ PAGE_SIZE = 64
 PAGE_COUNT = 8192
 DEVICE = "GPU-00000000-0000-0000-0000-000000000000"
 _TURNS_MAX = 1_000_000
+# Of Qwen3.5-397B: 15 layers with attention, and 45 with a state, 15 of them in a page: what a layer has of each token, of its
+# convolution in three rows, and of its state.
+_SLOT_PAGES = 3
+HYBRID = (
+    ModelShape.kv(layers=15, kv_heads=2, head_dim=256, element_bytes=2),
+    ModelShape(45, (Plane(16, 256, 3), Plane(16, 256, 3), Plane(64, 256, 3)), 2),
+    ModelShape(45, (Plane(64, 65_536),), 4),
+)
 
 
 # -- the CUDA driver -----------------------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class Driver:
     """The functions of the CUDA driver. A copy passes after `polls` queries of its event.
 
     Attributes:
-        trailers: of the slabs that were gathered, by the slab's address.
+        trailers: of the slabs that were gathered, by the address of the part that was gathered last.
         landed: trailers in a ring, by their address.
     """
 
@@ -284,7 +295,9 @@ class NixlAgent:
     def transfer(self, handle: NixlHandle, _: bytes) -> str:
         (source, length, _), (target, _, _) = handle.local[0], handle.remote[0]
         driver = self._wire.driver
-        driver.landed[target + length - _TRAILER_BYTES] = driver.trailers.pop(source)
+        # The trailer came with the last part of the slab.
+        part = next(part for part in driver.trailers if source <= part < source + length)
+        driver.landed[target + length - _TRAILER_BYTES] = driver.trailers.pop(part)
         return "PROC"
 
     def check_xfer_state(self, handle: NixlHandle) -> str:
@@ -513,9 +526,10 @@ class Engine:
         self.client = Client(hello, {TargetMemory.DEVICE: self.link})  # type: ignore[dict-item]
 
     def start(self, page_count: int, handle: bytes) -> Endpoint:
-        """Register the pool; return the engine's endpoint."""
-        geometry = pool_geometry(self.layout, page_count)
-        self.client.register_pool(0, geometry, [DeviceRegion(handle, 0) for _ in geometry.region_bytes])
+        """Register the pools; return the engine's endpoint."""
+        for number, layout in enumerate(self.layout.caches):
+            geometry = pool_geometry(layout, page_count if number == 0 else _SLOT_PAGES)
+            self.client.register_pool(number, geometry, [DeviceRegion(handle, 0) for _ in geometry.region_bytes])
         rank = RankAddress(0, self.worker.net.address, 1)
         return Endpoint(self.client.instance, self.layout, (rank,), agent=self._world.agent)
 
@@ -534,9 +548,10 @@ class World:
     Args:
         polls: queries after which a copy and a write are done.
         near: whether the workers belong to one agent, so that slabs go by way DIRECT.
+        hybrid: whether most layers keep a recurrent state, so that a room moves three caches.
     """
 
-    def __init__(self, clock: Clock, *, polls: int = 1, near: bool = False) -> None:
+    def __init__(self, clock: Clock, *, polls: int = 1, near: bool = False, hybrid: bool = False) -> None:
         self.clock = clock
         self.driver = Driver(polls)
         self.agent = "life.gpu" if near else ""
@@ -556,6 +571,11 @@ class World:
         self.settings = Settings(deployment="ratchet/ratchet", backend=Backend.NIXL)
         model = ModelShape.kv(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
         layout = KVLayout(model, Parallel(), PAGE_SIZE)
+        if hybrid:
+            layout = msgspec.structs.replace(
+                layout, model=HYBRID[0], others=tuple(map(_slot, ("conv", "ssm"), HYBRID[1:]))
+            )
+        self._slots = [CacheTokens(cache, list(range(_SLOT_PAGES)), 0, 0) for cache in (1, 2)] if hybrid else []
         self.source = Engine(self, "prefill0", Half.SOURCE, layout)
         self.target = Engine(self, "decode", Half.TARGET, layout)
         self.engines = [self.source, self.target]
@@ -574,9 +594,11 @@ class World:
             page += len(pages)
             rooms.append((self._room, pages, count))
         for room, pages, count in rooms:
-            decode.receive(room, self.endpoints[0], pages, 0, count)
+            others = [each._replace(end_token=count) for each in self._slots]
+            decode.receive(room, self.endpoints[0], pages, 0, count, others=others)
         for room, pages, count in rooms:
-            prefill.send(room, pages, 0, count, last=True)
+            others = [each._replace(end_token=count) for each in self._slots]
+            prefill.send(room, pages, 0, count, last=True, others=others)
         for room, *_ in rooms:
             for client, half in ((decode, Half.TARGET), (prefill, Half.SOURCE)):
                 event = client.wait(room, half, prefill.instance)
@@ -602,6 +624,10 @@ class World:
             if not self.turn():
                 self.clock.advance(1_000_000)
         raise AssertionError("it does not come about")
+
+
+def _slot(name: str, model: ModelShape) -> KVLayout:
+    return KVLayout(model, Parallel(), model.layers // _SLOT_PAGES, PageOrder.SLOT, name=name)
 
 
 class QuietSource:

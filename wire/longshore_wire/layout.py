@@ -162,6 +162,16 @@ class Parallel(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int = 0
 
 
+def _stage(layers: int, stages: int, rank: int, split: tuple[int, ...] | None) -> range:
+    """Return the layers of one pipeline stage."""
+    if split is not None:
+        before = sum(split[:rank])
+        return range(before, before + split[rank])
+    share, extra = divmod(layers, stages)
+    first = rank * share + min(rank, extra)
+    return range(first, first + share + (1 if rank < extra else 0))
+
+
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     """One rank's share of its caches: which layers and heads it holds, and how a page is ordered.
 
@@ -195,13 +205,10 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         """Global indexes of this rank's layers. In an even split the first stages take the remainder."""
         if self.layer_range is not None:
             return range(*self.layer_range)
-        if self.stage_layers is not None:
-            before = sum(self.stage_layers[: self.parallel.pp_rank])
-            return range(before, before + self.stage_layers[self.parallel.pp_rank])
-        share, extra = divmod(self.model.layers, self.parallel.pp)
-        rank = self.parallel.pp_rank
-        first = rank * share + min(rank, extra)
-        return range(first, first + share + (1 if rank < extra else 0))
+        parallel = self.parallel
+        if parallel.pp == 1 and self.stage_layers is None:
+            return range(self.model.layers)
+        return _stage(self.model.layers, parallel.pp, parallel.pp_rank, self.stage_layers)
 
     @property
     def sections(self) -> tuple[Section, ...]:

@@ -292,6 +292,16 @@ def plans(
     """
     if not source.others and not target.others and source.name == target.name:
         return (plan(source, target, staging=staging, direct=direct, room=room),)
+    firsts = tuple(
+        _first_replica((near,), (far,), room) for near, far in zip(source.caches, target.caches, strict=False)
+    )
+    return _plans(source, target, staging, direct, firsts)
+
+
+@lru_cache(maxsize=_PLANS_KEPT_MAX)
+def _plans(
+    source: KVLayout, target: KVLayout, staging: Staging, direct: bool, first_replicas: tuple[int, ...]
+) -> tuple[Plan, ...]:
     for side, layout in (("source", source), ("target", target)):
         try:
             _check_layout(layout)
@@ -300,9 +310,9 @@ def plans(
     one, other = (", ".join(cache.name for cache in side.caches) for side in (source, target))
     _check_equal("caches", one, other, "a room moves all caches of a request")
     found = []
-    for near, far in zip(source.caches, target.caches, strict=True):
+    for near, far, first in zip(source.caches, target.caches, first_replicas, strict=True):
         try:
-            found.append(plan(near, far, staging=staging, direct=direct, room=room))
+            found.append(_plan((near,), (far,), staging, direct, first))
         except LayoutError as error:
             raise LayoutError(f"cache {near.name!r}: {error}") from error
     writers = {pair.source_rank for each in found for pair in each.pairs}

@@ -120,6 +120,7 @@ class KVPool:
         self.layout = layout
         self.geometry = geometry
         self.layer_count = len(layout.layers)
+        self._sharing = _sharing(layout, geometry) if layout.order is PageOrder.SLOT else frozenset()
         self.on_device = device is not None
         self.device = device
         self._unmap_later = unmap_later
@@ -159,13 +160,12 @@ class KVPool:
         self.check_pages(pages, unique=True)
         if self.layout.order is not PageOrder.SLOT or not pages.size:
             return
-        # Layers may share a tensor, and then need pages of their own.
-        seen: dict[tuple[int, int, int], int] = {}
-        for layer in range(self.layer_count):
-            part, plane = layer // self.layout.page_size, self.geometry.planes[layer]
-            other = seen.setdefault((plane.region, plane.offset, int(pages[part])), part)
-            if other != part:
-                raise _repeated(other, part, int(pages[part]))
+        ids = pages.tolist()
+        for parts in self._sharing:
+            own = [ids[part] for part in parts]
+            if len(set(own)) < len(own):
+                second = next(at for at, page in enumerate(own) if page in own[:at])
+                raise _repeated(parts[own.index(own[second])], parts[second], own[second])
 
     def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
@@ -272,6 +272,15 @@ class KVPool:
         for mapping in self._mappings:
             mapping.unmap()
         self._closed.set()
+
+
+def _sharing(layout: KVLayout, geometry: PoolGeometry) -> frozenset[tuple[int, ...]]:
+    """Return which parts of a slot have layers that share a tensor, and so need pages of their own."""
+    found: dict[tuple[int, int], dict[int, None]] = {}
+    for layer in range(len(layout.layers)):
+        plane = geometry.planes[layer]
+        found.setdefault((plane.region, plane.offset), {})[layer // layout.page_size] = None
+    return frozenset(tuple(parts) for parts in found.values() if len(parts) > 1)
 
 
 def _repeated(first: int, second: int, page: int) -> LongshoreError:
