@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import tiny_model
 from engines import DEVICES, Nursery
 from families import TOKENS_EQUAL
 from prompts import EVERY_PROMPT, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, at_once
@@ -74,35 +75,55 @@ KINDS = [
         ),
         id="pp2",
     ),
+    pytest.param(
+        "pipeline of windows",
+        marks=pytest.mark.family(
+            "gpt-oss (sliding windows, sinks, experts), pipeline parallel",
+            "K and V by layers, of windowed ones the end of the prompt",
+            TOKENS_EQUAL,
+            "TP2 → PP2",
+            "PP2 → TP2",
+        ),
+        id="pp2-windows",
+    ),
 ]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def several(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel) -> Iterator[Scene]:
+def several(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Scene, Oracle]]:
+    kind, _, what = request.param.partition(" of ")
+    if what:
+        model = tiny_model.make_sinks(tmp_path_factory.mktemp("model"), 4)
+        alone = Oracle(nursery, model)
+    else:
+        model, alone = request.getfixturevalue("model"), request.getfixturevalue("alone")
     cores = sorted(os.sched_getaffinity(0))
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(SEVERAL))}
     # vLLM for CPUs makes the tensors between stages only where it captures graphs.
-    environment |= {"E2E_VLLM_STAGES": "1"} if request.param == "pipeline" else {}
-    extra = (f"--{request.param}-parallel-size", str(SEVERAL))
+    environment |= {"E2E_VLLM_STAGES": "1"} if kind == "pipeline" else {}
+    extra = (f"--{kind}-parallel-size", str(SEVERAL))
     with Scene(nursery, model, [Side("wide", 2), Side("several", 1, extra=extra, environment=environment)]) as running:
-        yield running
+        yield running, alone
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_source", [False, True], ids=["to", "from"])
-def test_tokens_equal_with_replicas_or_stages_at_one_side(several: Scene, alone: Oracle, *, is_source: bool) -> None:
-    engines = several.engines
+def test_tokens_equal_with_replicas_or_stages_at_one_side(several: tuple[Scene, Oracle], *, is_source: bool) -> None:
+    scene, alone = several
+    engines = scene.engines
     source, target = (engines[name] for name in (("several", "wide") if is_source else ("wide", "several")))
     telling = [prompt for prompt in EVERY_PROMPT if len(prompt) >= TELLING_TOKENS_MIN]
     for is_zeroed in (False, True):
         for engine in engines.values():
             engine.forget_prefixes()
         if is_zeroed:
-            several.zero.touch()
+            scene.zero.touch()
         answers = at_once(lambda prompt: generate(source, target, prompt, NEW_TOKENS), telling)
         equal = [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)]
         assert equal == ([] if is_zeroed else [len(prompt) for prompt in telling])
-    several.zero.unlink()
-    workers = [worker for worker in several.agents["several"].status()["workers"] if worker["engines"]]
+    scene.zero.unlink()
+    workers = [worker for worker in scene.agents["several"].status()["workers"] if worker["engines"]]
     assert len(workers) == SEVERAL
-    check_nothing_is_lent(several, TRANSFER_LIMIT_S)
+    check_nothing_is_lent(scene, TRANSFER_LIMIT_S)

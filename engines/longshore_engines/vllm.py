@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -44,7 +43,7 @@ from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from longshore_client.client import Client
 
@@ -255,7 +254,7 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._setting.pages,
             writers,
             is_dim_first=bool(states) and is_conv_state_dim_first(),
-            stage_layers=_stage_layers(self._vllm_config),
+            of_stages=_of_stages,
         )
         shared, self._content = found.shared, found.content
         self._on_device = shared.device != "cpu"
@@ -429,11 +428,13 @@ def _written_by(layer: Any) -> str:
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
 
 
-def _stage_layers(vllm_config: Any) -> tuple[int, ...] | None:
-    """Return the layers of each pipeline stage; None: there is one."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages == 1:
-        return None
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    bounds: Iterable[tuple[int, int]] = (get_pp_indices(layers, stage, stages) for stage in range(stages))
-    return tuple(end - first for first, end in bounds)
+def _of_stages(own: list[int]) -> list[list[int]]:
+    """Return what each pipeline stage calls this with, in order. All of them must."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return [own]
+    import torch
+
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found

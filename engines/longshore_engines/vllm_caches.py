@@ -7,7 +7,7 @@ overlay each other in one allocation, in which a page belongs to one group at a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
@@ -64,7 +64,8 @@ def specs_of(group: Any) -> Mapping[str, Any]:
     """Return the spec of each layer of a group."""
     spec = group.kv_cache_spec
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    return dict.fromkeys(group.layer_names, spec) if found is None else found
+    # A pipeline stage may have no layer of a group.
+    return dict.fromkeys(group.layer_names or ("",), spec) if found is None else found
 
 
 def kind_of(group: Any) -> str:
@@ -146,7 +147,7 @@ def caches_of(
     writers: Mapping[str, str],
     *,
     is_dim_first: bool,
-    stage_layers: tuple[int, ...] | None = None,
+    of_stages: Callable[[list[int]], list[list[int]]] = lambda own: [own],
 ) -> Caches:
     """Share this rank's memory, and describe it.
 
@@ -156,7 +157,7 @@ def caches_of(
             [blocks, heads, ...].
         pages: the connector's option.
         writers: of each layer with tokens, see `vllm_checks.PAGE_FORMATS`.
-        stage_layers: of each pipeline stage; None: there is one.
+        of_stages: returns what each pipeline stage calls it with, in order.
     Raises:
         ArgumentError, LayoutError: they cannot be moved; names the layer and its property.
     """
@@ -165,6 +166,8 @@ def caches_of(
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     attention = _attention(groups, kinds, layers)
+    stages = of_stages([len(group.layer_names) for group in groups])
+    _check_stages(stages)
     tensors, sources, written = [], [], {}
     for position, cache in enumerate(attention):
         number = sum(other.kind == cache.kind for other in attention[:position])
@@ -173,17 +176,19 @@ def caches_of(
         own = {layer: kv_caches[layer] for layer in cache.names}
         _check_apart(own)
         first = own[cache.names[0]]
-        if stage_layers is None:
-            own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values())}
+        # Layers of a draft are refused where there are several stages.
+        counts = [stage[cache.group] for stage in stages] if len(stages) > 1 else [len(own)]
+        before = sum(counts[: parallel.pp_rank])
+        own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values(), before)}
         owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
         total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
         heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
         shape = CacheShape(
-            sum(stage_layers) if stage_layers else len(own),
+            sum(counts),
             heads,
             spec.head_size,
             parallel,
-            stage_layers,
+            tuple(counts) if len(stages) > 1 else None,
             is_latent=type(spec).__name__ == "MLAAttentionSpec",
             name=name,
         )
@@ -240,6 +245,15 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list
         own = tuple(name for name in names if name not in drafts)
         found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
     return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
+
+
+def _check_stages(stages: Sequence[Sequence[int]]) -> None:
+    """Raise ArgumentError unless each pipeline stage has layers of each group."""
+    for number, counts in enumerate(stages):
+        if 0 in counts:
+            raise ArgumentError(
+                f"pipeline stage {number} has no layer of cache group {counts.index(0)} of {len(counts)}: use fewer stages"
+            )
 
 
 def _check_apart(tensors: Mapping[str, KVTensor]) -> None:

@@ -149,12 +149,12 @@ def page_format(pages: str, written_by: str) -> PageFormat:
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise ArgumentError if the connector cannot move this kind of cache; names the kind."""
-    groups = len(kv_cache_config.transfer_groups)
+    has_states = any(hasattr(group.kv_cache_spec, "mamba_type") for group in kv_cache_config.transfer_groups)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    if groups > 1 and parallel.pipeline_parallel_size > 1:
+    if has_states and parallel.pipeline_parallel_size > 1:
         raise ArgumentError(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's cache has {groups} groups of layers, "
-            "which vLLM forms for each stage: use 1"
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's layers keep recurrent states: vLLM deals these "
+            "layers to groups in turn, so that a stage has a part of each; use 1"
         )
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise ArgumentError(

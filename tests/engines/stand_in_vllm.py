@@ -121,10 +121,7 @@ CONTENT = {
     },
     "vllm.distributed.parallel_state": {
         "get_tensor_model_parallel_rank": lambda: 0,
-        "get_pp_group": lambda: SimpleNamespace(rank_in_group=0),
-    },
-    "vllm.distributed.utils": {
-        "get_pp_indices": lambda layers, stage, stages: (layers * stage // stages, layers * (stage + 1) // stages)
+        "get_pp_group": lambda: SimpleNamespace(rank_in_group=0, world_size=1),
     },
     "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": Layer},
     "vllm.model_executor.layers.mamba.abstract": {"MambaBase": type("MambaBase", (Layer,), {})},

@@ -70,16 +70,19 @@ def allocation(heads=1, parts=1):
     return tensor, attention
 
 
-def described(config, groups, kv_caches, states=None, *, pages="opaque", is_dim_first=False, tp_rank=0, writers=None):
+def described(
+    config, groups, kv_caches, states=None, *, pages="opaque", is_dim_first=False, tp_rank=0, writers=None, stages=None
+):
     found = caches_of(
         config,
         CacheConfig(BLOCKS, groups),
         kv_caches,
         states or {},
-        Parallel(tp=config.tp, tp_rank=tp_rank),
+        Parallel(tp=config.tp, tp_rank=tp_rank, pp=len(stages or "1"), pp_rank=len(stages or "1") - 1),
         pages,
         dict.fromkeys(kv_caches, "CPU_ATTN vec") | (writers or {}),
         is_dim_first=is_dim_first,
+        of_stages=lambda own: [*(stages or [own])[:-1], own],
     )
     for region in found.shared.regions:
         os.close(region)
@@ -287,6 +290,23 @@ def test_a_state_whose_block_has_gaps_is_refused():
     conv, ssm = gated(is_dim_first=False)
     with pytest.raises(LayoutError, match="without gaps"):
         described(engine(), [cache_group(MambaSpec("GDN_ATTN"), "l.0")], {}, {"l.0": (conv[:, :, :-4], ssm)})
+
+
+def test_each_cache_of_a_pipeline_stage_has_the_layers_that_follow_those_of_earlier_stages():
+    _, attention = allocation()
+    # The last stage, of layers 6 to 8 of nine.
+    groups = [cache_group(FULL, "l.6"), cache_group(WINDOW, "l.7", "l.8")]
+    tensors = {name: attention(at) for at, name in enumerate(["l.6", "l.7", "l.8"])}
+    found = described(engine(heads=1, layers=9), groups, tensors, stages=[[2, 1], [1, 2], [1, 2]]).shared.layout
+    assert [(cache.name, cache.stage_layers, cache.layers) for cache in found.caches] == [
+        ("kv", (2, 1, 1), range(3, 4)),
+        ("window", (1, 2, 2), range(3, 5)),
+    ]
+    with pytest.raises(ArgumentError, match="stage 0 has no layer of cache group 1 of 2"):
+        described(engine(heads=1, layers=9), groups, tensors, stages=[[3, 0], [1, 2], [1, 2]])
+    # A stage without layers of a group says so, too.
+    with pytest.raises(ArgumentError, match="stage 1 has no layer of cache group 0"):
+        described(engine(heads=1), [cache_group(FULL), groups[1]], tensors, stages=[[1, 1], [0, 2]])
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def engine(*, groups=1, **changes):
         "context_parallel": 1,
         "speculative": None,
         "stages": 1,
+        "states": False,
         "lookahead": 0,
         **changes,
     }
@@ -38,7 +39,8 @@ def engine(*, groups=1, **changes):
         speculative_config=values["speculative"],
         num_prefill_lookahead_tokens=values["lookahead"],
     )
-    return config, SimpleNamespace(transfer_groups=[object()] * groups)
+    spec = SimpleNamespace(**({"mamba_type": "MAMBA2"} if values["states"] else {}))
+    return config, SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
@@ -74,7 +76,7 @@ def test_models_with_one_group_of_layers_are_served(changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"groups": 2, "stages": 2}, "2 groups"),
+        ({"groups": 2, "states": True, "stages": 2}, "recurrent states"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         (
