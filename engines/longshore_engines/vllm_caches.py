@@ -97,6 +97,11 @@ def _check_state(name: str, spec: Any) -> None:
             f"mamba_cache_mode is {spec.mamba_cache_mode!r}: only {', '.join(_STATE_MODES)} are tried; start with "
             "--mamba-cache-mode align"
         )
+    if spec.mamba_cache_mode != "none" and spec.num_speculative_blocks:
+        raise ArgumentError(
+            f"layer {name} has states in a prefix cache, and pages for speculation: not tried together; start with "
+            "--no-enable-prefix-caching or without speculative decoding"
+        )
     if getattr(spec, "tp_replicated", False):
         raise ArgumentError(f"layer {name} has a state that every rank has whole, which is not moved yet")
 

@@ -158,6 +158,11 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's layers keep recurrent states: vLLM deals these "
             "layers to groups in turn, so that a stage has a part of each; use 1"
         )
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    if has_states and unit is not None:
+        raise ArgumentError(
+            f"prefix_match_unit is {unit}: a prefix that ends within a block of states was not tried; leave the option out"
+        )
     if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES:
         raise ArgumentError(
             f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(CACHE_TYPES))} were tried; scales of others lie beside the elements"

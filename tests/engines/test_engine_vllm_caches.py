@@ -111,6 +111,7 @@ def test_the_scheduler_knows_each_group_by_its_page_its_window_or_its_state():
         (MLAAttentionSpec(TOKENS, DIM), "MLAAttentionSpec"),
         (MambaSpec("LINEAR"), "LINEAR"),
         (MambaSpec("MAMBA2", "all"), "--mamba-cache-mode align"),
+        (MambaSpec("MAMBA2", "align", spares=2), "--no-enable-prefix-caching"),
         (MambaSpec("MAMBA2", replicated=True), "every rank has whole"),
     ],
 )

@@ -26,6 +26,7 @@ def engine(*, groups=1, **changes):
         "stages": 1,
         "states": False,
         "cache": "auto",
+        "unit": None,
         "lookahead": 0,
         **changes,
     }
@@ -36,7 +37,7 @@ def engine(*, groups=1, **changes):
             pipeline_parallel_size=values["stages"],
         ),
         model_config=SimpleNamespace(use_mla=values["mla"], enable_sleep_mode=values["sleep"]),
-        cache_config=SimpleNamespace(cache_dtype=values["cache"]),
+        cache_config=SimpleNamespace(cache_dtype=values["cache"], prefix_match_unit=values["unit"]),
         device_config=SimpleNamespace(device_type=values["device"]),
         speculative_config=values["speculative"],
         num_prefill_lookahead_tokens=values["lookahead"],
@@ -80,6 +81,7 @@ def test_models_with_one_group_of_layers_are_served(changes):
     [
         ({"groups": 2, "states": True, "stages": 2}, "recurrent states"),
         ({"cache": "fp8_per_token_head"}, "kv_cache_dtype is 'fp8_per_token_head': only auto"),
+        ({"unit": 32, "states": True}, "prefix_match_unit is 32"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         (
