@@ -795,8 +795,10 @@ class SourceSession:
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
-        if is_claimed or ready > pair.ready_count:
-            pair.ready_count = max(ready, pair.ready_count)
+        is_more = ready > pair.ready_count
+        if is_more:
+            pair.ready_count = ready
+        if is_more or is_claimed:
             # First, and also without need of a grant: it wakes the target, which then polls for bytes without pause.
             self._send_demand(room, pair)
         fault = self.links.wire_fault_of(pair, now_ns)

@@ -54,6 +54,9 @@ class StepLog:
         self._begun_ns = 0
         self._asked: RoomKey | None = None  # the room of the engine's request that is being handled
         self._keys: dict[PairKey | RoomKey, PairKey | RoomKey] = {}
+        # The newest key, whose hash takes longer than the rest of a step, and the one that its steps share.
+        self._newest: PairKey | RoomKey | None = None
+        self._newest_shared: PairKey | RoomKey | None = None
 
     def begin(self) -> None:
         """Begin a step now."""
@@ -134,8 +137,9 @@ class StepLog:
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
         end_ns = time.monotonic_ns()
-        shared = self._keys.get(key) or self._shared(key)
-        if shared is not None:
+        if key is not self._newest:
+            self._newest, self._newest_shared = key, self._keys.get(key) or self._shared(key)
+        if (shared := self._newest_shared) is not None:
             self._append((name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns))
         self._begun_ns = end_ns
 

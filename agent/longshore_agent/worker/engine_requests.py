@@ -106,7 +106,7 @@ class EngineRequests:
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _partial_claims: dict[tuple[str, int], dict[int, tuple[CachePages, bytearray]]] = field(default_factory=dict)
     _torn_count: int = 0  # as of the last `fail_torn`
-    _unprepared: list[tuple[RoomKey, PageTables, Half, frozenset[Way]]] = field(default_factory=list)
+    unprepared: list[tuple[RoomKey, PageTables, Half, frozenset[Way]]] = field(default_factory=list)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
         """Handle one request, which also renews the lease; return its answer, or None if that comes later or is not due."""
@@ -153,7 +153,7 @@ class EngineRequests:
         Neither the engine nor peers wait for this: their messages have left. A slab that starts earlier prepares its pages.
         Rooms that were released since are left out, and so are lists that a later request has made longer.
         """
-        unprepared, self._unprepared = self._unprepared, []
+        unprepared, self.unprepared = self.unprepared, []
         for key, tables, half, ways in unprepared:
             if self.tables.get((half, key)) is not tables or not tables.keys() <= self.pools.keys():
                 continue
@@ -326,7 +326,7 @@ class EngineRequests:
             else:
                 self.tables[Half.SOURCE, key] = old
             raise
-        self._unprepared.append((key, tables, Half.SOURCE, self._claimed_ways(key)))
+        self.unprepared.append((key, tables, Half.SOURCE, self._claimed_ways(key)))
 
     def _claimed_ways(self, key: RoomKey) -> frozenset[Way]:
         room = self.source.rooms.get(key) if self.source is not None else None
@@ -409,7 +409,7 @@ class EngineRequests:
             raise
         for cache, table in tables.items():
             self.pools[cache].claimed.put(table.pages, True)
-        self._unprepared.append((key, tables, Half.TARGET, frozenset()))
+        self.unprepared.append((key, tables, Half.TARGET, frozenset()))
         return Accepted(message.request)
 
     def _target(self) -> TargetSession:

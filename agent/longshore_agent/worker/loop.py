@@ -203,10 +203,13 @@ class Worker:
                 session.tick(now_ns)
         self._flush(now_ns)
         # A claim has left before its page ids are copied to a GPU.
-        self._steps.prepared(self.requests.prepare_new())
+        self._steps.prepared(self.requests.prepare_new() if self.requests.unprepared else ())
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
-        self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
+        self._gc_policy.rest(now_ns, busy=self._has_rooms())
+
+    def _has_rooms(self) -> bool:
+        return bool((self.source is not None and self.source.rooms) or (self.target is not None and self.target.rooms))
 
     def _take_answers(self, now_ns: int) -> None:
         """Tell the cores which silent peers listen, and which dead writers are drained."""
