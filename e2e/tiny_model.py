@@ -47,6 +47,12 @@ GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
 # Weights by which a state forgets. With this one it keeps half of what it has for tens of tokens.
 DECAYS = frozenset({"mamba.A_log", "linear_attn.A_log", "self_attn.A_log"})
 SLOWNESS = 3.0
+# Parts of the usual names of weights, and what models with Mamba states call them.
+MAMBA_NAMES = {
+    "mlp": "feed_forward",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    "model.norm": "model.final_layernorm",
+}
 # Tokens that the windowed layers of the Gemma model see; every third layer sees all.
 WINDOW = 64
 
@@ -138,21 +144,17 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
         has_yarn: the only kind of positions that SGLang has for MLA on CPUs. vLLM refuses the config in which SGLang finds it.
     """
     weights = _weights(_sizes(HEADS), [_latent_attention()] * LAYERS)
-    config = (
-        _latent_config()
-        if has_yarn
-        else {key: _latent_config()[key] for key in _latent_config().keys() - {"rope_scaling"}}
-    )
+    config = _latent_config()
+    if not has_yarn:
+        del config["rope_scaling"]
     return _write(directory / "deepseek", 1, config, weights)
 
 
 def make_delta(directory: Path) -> TinyModel:
     """Write a Kimi Linear model without experts, with MLA in one layer and KDA in the others, below `directory` and return it."""
-    config = {key: value for key, value in _latent_config().items() if "rope" not in key or "head_dim" in key}
-    config |= {
+    config = _latent_config() | {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        "rope_theta": 10000.0,
         "mla_use_nope": True,
         "num_experts": None,
         "linear_attn_config": {
@@ -164,6 +166,7 @@ def make_delta(directory: Path) -> TinyModel:
             "short_conv_kernel_size": CONV,
         },
     }
+    del config["rope_scaling"]
     layers = [*[_delta()] * (LAYERS - 1), _latent_attention()]
     return _write(directory / "kimi-linear", 1, config, _weights(_sizes(HEADS), layers))
 
@@ -186,12 +189,7 @@ def make_mamba1(directory: Path, kv_heads: int) -> TinyModel:
         "mamba_proj_bias": False,
     }
     full = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name}
-    names = {
-        "mlp": "feed_forward",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        "model.norm": "model.final_layernorm",
-    }
-    weights = _weights(sizes, [*[_mamba1()] * (LAYERS - 1), full], names)
+    weights = _weights(sizes, [*[_mamba1()] * (LAYERS - 1), full], MAMBA_NAMES)
     return _write(directory / "jamba", kv_heads, config, weights)
 
 
@@ -236,12 +234,7 @@ def make_mamba(directory: Path, kv_heads: int) -> TinyModel:
     """Write a Falcon-H1 model, whose layers have attention and a Mamba2 state, below `directory` and return it."""
     sizes = _sizes(kv_heads)
     layer = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name} | _mamba()
-    names = {
-        "mlp": "feed_forward",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        "model.norm": "model.final_layernorm",
-    }
-    weights = _weights(sizes, [layer] * LAYERS, names)
+    weights = _weights(sizes, [layer] * LAYERS, MAMBA_NAMES)
     return _write(directory / "falcon-h1", kv_heads, _mamba_config(kv_heads), weights)
 
 

@@ -487,7 +487,7 @@ def test_with_the_moved_latents_zeroed_answers_change(latent: Scene, source: str
 # -- recurrent states: a page of each group of layers, which all tokens share -----------------------------------------------
 
 
-STATEFUL = ("--no-enable-prefix-caching",)
+WITHOUT_PREFIXES = ("--no-enable-prefix-caching",)
 # A prefix cache keeps states at the ends of blocks. vLLM's kernels for CPUs need blocks that end where their chunks do.
 STATE_BLOCK_TOKENS = 128
 
@@ -528,7 +528,7 @@ def mamba_pair(
     # vLLM takes 96 tokens instead of 32, so that a state fits into a block, and 160 instead of 150.
     block_tokens = {"tokens": (32, 150), "prefixes": (STATE_BLOCK_TOKENS,) * 2}.get(kind, (32, 32))
     sides = [
-        Side(name, tp, extra=() if kind == "prefixes" else STATEFUL, pages=pages, block_tokens=size)
+        Side(name, tp, extra=() if kind == "prefixes" else WITHOUT_PREFIXES, pages=pages, block_tokens=size)
         for name, tp, size in zip((WIDE, SINGLE), (2, 1), block_tokens, strict=True)
     ]
     with Scene(nursery, model, sides, digest=True) as running:
@@ -614,9 +614,9 @@ def gated(
     # vLLM has these kernels for bfloat16 alone on CPUs, and on GPUs others that compile a package at their first use.
     extra = ("--dtype", "bfloat16", *(("--gdn-prefill-backend", "triton") if DEVICES else ()))
     extra += ("--attention-backend", "TRITON_MLA") if request.param == "KDA" else ()
-    extra += () if request.param == "prefixes" else STATEFUL
+    extra += () if request.param == "prefixes" else WITHOUT_PREFIXES
     order = "DS" if request.param == "DS" else "SD"
-    # vLLM's sum of ranks in one kernel needs a package that compiles itself.
+    # The sum over ranks in one kernel, which Kimi Linear has by default, needs a package that compiles its kernels.
     environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order, "VLLM_KIMI_K3_GEMM_AR": "0"}
     if request.param == "MTP":
         extra += ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
@@ -721,7 +721,7 @@ def test_a_state_that_has_taken_in_the_last_token_is_told_by_its_answers(
 ) -> None:
     model, alone = mamba
     environment = {"E2E_VLLM_PLANT": "last token"}
-    sides = [Side(f"late-{name}", 1, extra=STATEFUL, environment=environment) for name in (WIDE, SINGLE)]
+    sides = [Side(f"late-{name}", 1, extra=WITHOUT_PREFIXES, environment=environment) for name in (WIDE, SINGLE)]
     telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
     with Scene(nursery, model, sides) as scene:
         source, target = scene.engines.values()
@@ -730,7 +730,7 @@ def test_a_state_that_has_taken_in_the_last_token_is_told_by_its_answers(
 
 
 def test_a_conv_state_that_is_split_without_its_sections_is_told_by_its_bytes(nursery: Nursery, tmp_path: Path) -> None:
-    extra = (*STATEFUL, "--dtype", "bfloat16")
+    extra = (*WITHOUT_PREFIXES, "--dtype", "bfloat16")
     environment = {"E2E_VLLM_PLANT": "no sections"}
     sides = [Side(name, tp, extra=extra, environment=environment) for name, tp in (("cut-wide", 2), ("cut-single", 1))]
     (prompt,) = (prompt for prompt in PROMPTS if len(prompt) == max(map(len, PROMPTS)))

@@ -429,7 +429,7 @@ def _written_by(layer: Any) -> str:
 
 
 def _of_stages(own: list[int]) -> list[list[int]]:
-    """Return what each pipeline stage calls this with, in order. All of them must."""
+    """Return the argument of each pipeline stage's call, in order. Every stage must call this."""
     group = get_pp_group()
     if group.world_size == 1:
         return [own]

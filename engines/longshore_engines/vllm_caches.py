@@ -38,7 +38,8 @@ _KINDS = {
     "MambaSpec": _STATE,
 }
 _ORDER = (_FULL, _WINDOW, DRAFT)
-# Whether vLLM's prefix cache keeps states, at the ends of blocks. In both the last page of a sequence is its running state.
+# In both modes of vLLM a sequence's last page, before those for speculation, is its running state. In `align` the prefix cache
+# keeps states, too, at the ends of blocks.
 _STATE_MODES = ("none", "align")
 # vLLM's names of one type.
 _SYNONYMS = {"fp8": "fp8_e4m3"}
@@ -64,8 +65,7 @@ def specs_of(group: Any) -> Mapping[str, Any]:
     """Return the spec of each layer of a group."""
     spec = group.kv_cache_spec
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    # A pipeline stage may have no layer of a group.
-    return dict.fromkeys(group.layer_names or ("",), spec) if found is None else found
+    return dict.fromkeys(group.layer_names, spec) if found is None else found
 
 
 def kind_of(group: Any) -> str:
@@ -152,7 +152,7 @@ def caches_of(
     writers: Mapping[str, str],
     *,
     is_dim_first: bool,
-    of_stages: Callable[[list[int]], list[list[int]]] = lambda own: [own],
+    of_stages: Callable[[list[int]], list[list[int]]],
 ) -> Caches:
     """Share this rank's memory, and describe it.
 
@@ -162,17 +162,17 @@ def caches_of(
             [blocks, heads, ...].
         pages: the connector's option.
         writers: of each layer with tokens, see `vllm_checks.PAGE_FORMATS`.
-        of_stages: returns what each pipeline stage calls it with, in order.
+        of_stages: returns the argument of each pipeline stage's call, in order: its layers in each group.
     Raises:
         ArgumentError, LayoutError: they cannot be moved; names the layer and its property.
     """
     groups = kv_cache_config.transfer_groups
+    stages = of_stages([len(group.layer_names) for group in groups])
+    _check_stages(stages)
     kinds = [kind_of(group) for group in groups]
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     attention = _attention(groups, kinds, layers)
-    stages = of_stages([len(group.layer_names) for group in groups])
-    _check_stages(stages)
     tensors, sources, written = [], [], {}
     for position, cache in enumerate(attention):
         number = sum(other.kind == cache.kind for other in attention[:position])

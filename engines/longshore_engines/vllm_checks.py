@@ -39,7 +39,7 @@ PAGE_FORMATS = {
     "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
-# vLLM's types of a cache whose pages have elements alone. Others have scales or codes of their own beside them.
+# vLLM's types of a cache that were tried. Others keep scales beside the elements, or codes.
 CACHE_TYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 # Ways of speculative decoding: one without layers, a small model, layers of the model itself, and layers that read its states.
 NGRAM = "ngram"
@@ -156,17 +156,14 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     if has_states and parallel.pipeline_parallel_size > 1:
         raise ArgumentError(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's layers keep recurrent states: vLLM deals these "
-            "layers to groups in turn, so that a stage has a part of each; use 1"
+            "layers to groups in turn, so that a stage has a part of each group; use 1"
         )
-    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
-    if has_states and unit is not None:
+    if has_states and (unit := vllm_config.cache_config.prefix_match_unit) is not None:
         raise ArgumentError(
             f"prefix_match_unit is {unit}: a prefix that ends within a block of states was not tried; leave the option out"
         )
     if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES:
-        raise ArgumentError(
-            f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(CACHE_TYPES))} were tried; scales of others lie beside the elements"
-        )
+        raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(CACHE_TYPES))} were tried")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise ArgumentError(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}: tokens of a sequence would lie "

@@ -63,7 +63,7 @@ def config(socket, instance, **extra):
             data_parallel_size=1,
             data_parallel_rank=0,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
         model_config=SimpleNamespace(
             use_mla=False,
             enable_sleep_mode=False,

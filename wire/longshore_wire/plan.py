@@ -304,7 +304,7 @@ def _plans(
 ) -> tuple[Plan, ...]:
     for side, layout in (("source", source), ("target", target)):
         try:
-            _check_layout(layout)
+            layout.check()
         except LayoutError as error:
             raise LayoutError(f"{side}: {error}") from error
     one, other = (", ".join(cache.name for cache in side.caches) for side in (source, target))
@@ -321,12 +321,6 @@ def _plans(
         msgspec.structs.replace(found[0], idle_sources=idle),
         *(msgspec.structs.replace(each, idle_sources=()) for each in found[1:]),
     )
-
-
-@lru_cache(maxsize=_PLANS_KEPT_MAX)
-def _check_layout(layout: KVLayout) -> None:
-    """Raise LayoutError if a layout is invalid. Valid ones are kept."""
-    layout.check()
 
 
 def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], room: int) -> int:

@@ -120,7 +120,7 @@ class KVPool:
         self.layout = layout
         self.geometry = geometry
         self.layer_count = len(layout.layers)
-        self._sharing = _sharing(layout, geometry) if layout.order is PageOrder.SLOT else frozenset()
+        self._sharing = _sharing(layout, geometry) if layout.order is PageOrder.SLOT else ()
         self.on_device = device is not None
         self.device = device
         self._unmap_later = unmap_later
@@ -158,14 +158,12 @@ class KVPool:
     def check_claimed(self, pages: npt.NDArray[np.int32]) -> None:
         """Raise LongshoreError unless these pages, all that a room has here, can be written; names the first wrong one."""
         self.check_pages(pages, unique=True)
-        if self.layout.order is not PageOrder.SLOT or not pages.size:
-            return
-        ids = pages.tolist()
-        for parts in self._sharing:
-            own = [ids[part] for part in parts]
-            if len(set(own)) < len(own):
-                second = next(at for at, page in enumerate(own) if page in own[:at])
-                raise _repeated(parts[own.index(own[second])], parts[second], own[second])
+        for parts in self._sharing if pages.size else ():
+            seen: dict[int, int] = {}
+            for part in parts:
+                page = int(pages[part])
+                if (other := seen.setdefault(page, part)) != part:
+                    raise _repeated(other, part, page)
 
     def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
@@ -274,13 +272,13 @@ class KVPool:
         self._closed.set()
 
 
-def _sharing(layout: KVLayout, geometry: PoolGeometry) -> frozenset[tuple[int, ...]]:
-    """Return which parts of a slot have layers that share a tensor, and so need pages of their own."""
+def _sharing(layout: KVLayout, geometry: PoolGeometry) -> tuple[tuple[int, ...], ...]:
+    """Return the parts of a slot whose layers share a tensor, by tensor. Each of them needs a page of its own."""
     found: dict[tuple[int, int], dict[int, None]] = {}
     for layer in range(len(layout.layers)):
         plane = geometry.planes[layer]
         found.setdefault((plane.region, plane.offset), {})[layer // layout.page_size] = None
-    return frozenset(tuple(parts) for parts in found.values() if len(parts) > 1)
+    return tuple(dict.fromkeys(tuple(parts) for parts in found.values() if len(parts) > 1))
 
 
 def _repeated(first: int, second: int, page: int) -> LongshoreError:

@@ -54,7 +54,7 @@ class StepLog:
         self._begun_ns = 0
         self._asked: RoomKey | None = None  # the room of the engine's request that is being handled
         self._keys: dict[PairKey | RoomKey, PairKey | RoomKey] = {}
-        # The newest key, whose hash takes longer than the rest of a step, and the one that its steps share.
+        # Steps of one key often follow each other. It is looked up once: the newest key, and the one that its steps share.
         self._newest: PairKey | RoomKey | None = None
         self._newest_shared: PairKey | RoomKey | None = None
 
