@@ -47,6 +47,9 @@ GATED_KINDS = ["linear_attention"] * 3 + ["full_attention"]
 # Weights by which a state forgets. With this one it keeps half of what it has for tens of tokens.
 DECAYS = frozenset({"mamba.A_log", "linear_attn.A_log", "self_attn.A_log"})
 SLOWNESS = 3.0
+# Of sparse attention: the heads of its index, the width of a key, and of the query's latent. Kernels know no other sizes.
+INDEX_HEADS, INDEX_HEAD_DIM, INDEX_TOP, QUERY_LATENT = 64, 128, 2048, 256
+SPARSE_HEADS = 64
 # Parts of the usual names of weights, and what models with Mamba states call them.
 MAMBA_NAMES = {
     "mlp": "feed_forward",
@@ -148,6 +151,43 @@ def make_latent(directory: Path, *, has_yarn: bool = True) -> TinyModel:
     if not has_yarn:
         del config["rope_scaling"]
     return _write(directory / "deepseek", 1, config, weights)
+
+
+def make_latent_drafting(directory: Path, *, is_sparse: bool) -> TinyModel:
+    """Write a DeepSeek-V3 or V3.2 model without experts and with a layer for drafts below `directory` and return it.
+
+    Args:
+        is_sparse: layers select tokens by index keys.
+    """
+    config = _latent_config() | {
+        "architectures": ["DeepseekV32ForCausalLM" if is_sparse else "DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v32" if is_sparse else "deepseek_v3",
+        "first_k_dense_replace": LAYERS + 1,
+        "num_nextn_predict_layers": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    del config["rope_scaling"], config["rope_theta"]
+    layer = _latent_attention()
+    if is_sparse:
+        config |= {
+            "num_attention_heads": SPARSE_HEADS,
+            "num_key_value_heads": SPARSE_HEADS,
+            "q_lora_rank": QUERY_LATENT,
+            "index_n_heads": INDEX_HEADS,
+            "index_head_dim": INDEX_HEAD_DIM,
+            "index_topk": INDEX_TOP,
+        }
+        layer = _indexed_attention()
+    weights = _weights(_sizes(HEADS), [layer] * (LAYERS + 1))
+    draft, norm, matrix = f"model.layers.{LAYERS}", weights["model.norm.weight"], weights["lm_head.weight"]
+    weights |= {f"{draft}.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights |= {f"{draft}.{name}.weight": matrix for name in ("embed_tokens", "shared_head.head")}
+    weights[f"{draft}.eh_proj.weight"] = np.ascontiguousarray(matrix[: 2 * HIDDEN].T)
+    return _write(directory / str(config["model_type"]), 1, config, weights)
 
 
 def make_delta(directory: Path) -> TinyModel:
@@ -407,13 +447,28 @@ def _experts(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _latent_attention() -> dict[str, tuple[int, ...]]:
+def _latent_attention(heads: int = HEADS) -> dict[str, tuple[int, ...]]:
     return {
-        "self_attn.q_proj": (HEADS * (LATENT_HEAD_DIM + POSITIONAL), HIDDEN),
+        "self_attn.q_proj": (heads * (LATENT_HEAD_DIM + POSITIONAL), HIDDEN),
         "self_attn.kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
         "self_attn.kv_a_layernorm": (LATENT,),
-        "self_attn.kv_b_proj": (HEADS * 2 * LATENT_HEAD_DIM, LATENT),
-        "self_attn.o_proj": (HIDDEN, HEADS * LATENT_HEAD_DIM),
+        "self_attn.kv_b_proj": (heads * 2 * LATENT_HEAD_DIM, LATENT),
+        "self_attn.o_proj": (HIDDEN, heads * LATENT_HEAD_DIM),
+    }
+
+
+def _indexed_attention() -> dict[str, tuple[int, ...]]:
+    layer = _latent_attention(SPARSE_HEADS)
+    query, _ = layer.pop("self_attn.q_proj")
+    return layer | {
+        "self_attn.q_a_proj": (QUERY_LATENT, HIDDEN),
+        "self_attn.q_a_layernorm": (QUERY_LATENT,),
+        "self_attn.q_b_proj": (query, QUERY_LATENT),
+        "self_attn.indexer.wq_b": (INDEX_HEADS * INDEX_HEAD_DIM, QUERY_LATENT),
+        "self_attn.indexer.wk": (INDEX_HEAD_DIM, HIDDEN),
+        "self_attn.indexer.k_norm": (INDEX_HEAD_DIM,),
+        "self_attn.indexer.k_norm.bias": (INDEX_HEAD_DIM,),
+        "self_attn.indexer.weights_proj": (INDEX_HEADS, HIDDEN),
     }
 
 

@@ -262,7 +262,7 @@ class _Reader:
         if full:
             yield self._tokens("kv", full, is_full=True)
         if full and self._fields.get("index_topk"):
-            yield self._index(full)
+            yield self._index("index", full)
         if windows:
             window = self._number("sliding_window", "attention_chunk_size")
             yield self._tokens("window" if full else "kv", windows, is_full=False, window=window)
@@ -276,9 +276,9 @@ class _Reader:
             yield Cache(name="conv", layers=states, unit=Unit.SLOT, dtype=width, planes=tuple(planes))
             yield Cache(name="ssm", layers=states, unit=Unit.SLOT, dtype=self._state_dtype(), planes=(ssm,))
         if draft_layers:
-            if self._fields.get("index_topk"):
-                self.notes.append("draft: its layers may have index keys of their own, which are not listed")
             yield self._tokens("draft", draft_layers, is_full=True)
+            if self._fields.get("index_topk"):
+                yield self._index("draft-index", draft_layers)
 
     def _kinds(self) -> list[str]:
         """Return the kind of each layer."""
@@ -350,14 +350,14 @@ class _Reader:
         planes = (Plane(heads=heads, width=width), Plane(heads=heads, width=values))
         return Cache(name=name, layers=layers, dtype=dtype, planes=planes, window=window)
 
-    def _index(self, layers: int) -> Cache:
-        """Return the index keys of sparse attention. Layers may read those of an earlier one."""
+    def _index(self, name: str, layers: int) -> Cache:
+        """Return the index keys of sparse attention. Layers may read those of an earlier one, but not those of a draft."""
         width = self._number("index_head_dim")
-        types = self._list("indexer_types")
+        types = self._list("indexer_types") if name == "index" else None
         own = sum(kind == "full" for kind in types) if types else layers
         scaled = width + _SCALE_BYTES * -(-width // _SCALED_ELEMENTS)
         planes = (Plane(heads=1, width=scaled),)
-        return Cache(name="index", layers=own, unit=Unit.PAGE, dtype=Dtype.UINT8, planes=planes)
+        return Cache(name=name, layers=own, unit=Unit.PAGE, dtype=Dtype.UINT8, planes=planes)
 
     def _state(self) -> tuple[list[tuple[int, int]], Plane]:
         """Return the sections of a conv state, as (heads, channels of each), and the recurrent state."""

@@ -36,6 +36,8 @@ from tiny_model import TinyModel
 from longshore_engines.handover import handover_of
 
 WIDE, SINGLE = "wide", "single"
+# Between the logarithms of a token's probability in engines that round differently.
+APART_MAX = 0.5
 # Words of the connector under test; see `zeroing`.
 DRAFT, STATE = "draft", "state"
 DIRECTIONS = [pytest.param(WIDE, SINGLE, id="TP2-TP1"), pytest.param(SINGLE, WIDE, id="TP1-TP2")]
@@ -254,6 +256,7 @@ def adapted(nursery: Nursery, model: TinyModel, tmp_path_factory: pytest.TempPat
         yield running
 
 
+@pytest.mark.skipif(bool(DEVICES), reason="vLLM has no adapters in float32 on GPUs")
 @pytest.mark.family("LoRA adapters", "K and V of the adapter that a request names", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_a_prompt_moves_with_its_adapter_and_to_no_request_of_another_one(
@@ -375,12 +378,58 @@ def test_a_prompt_moves_with_its_images_and_to_no_request_with_other_ones(
 # -- MLA: engines of unequal TP on CPUs answer one prompt differently, also alone, so that the bytes are compared ------------
 
 
-@pytest.fixture(scope="module")
-def latent(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    model = tiny_model.make_latent(tmp_path_factory.mktemp("model"), has_yarn=False)
+# Index keys are followed by their scales in a block.
+INDEX_BLOCK_TOKENS = 64
+BY_MTP = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
+LATENTS = [
+    pytest.param("dense", marks=pytest.mark.shortest),
+    pytest.param(
+        "drafting",
+        marks=pytest.mark.family(
+            "speculative decoding by MTP (DeepSeek V3)", "latents, of the draft's layer, too", BYTES_EQUAL
+        ),
+    ),
+    pytest.param(
+        "sparse",
+        marks=[
+            GPUS_ALONE,
+            pytest.mark.family(
+                "DeepSeek V3.2 (sparse MLA), MTP", "latents and index keys, of the draft's layer, too", BYTES_EQUAL
+            ),
+        ],
+    ),
+    pytest.param(
+        "sparse-fp8",
+        marks=[
+            GPUS_ALONE,
+            pytest.mark.family(
+                "DeepSeek V3.2 (sparse MLA) with fp8 latents", "latents with their scales, and index keys", BYTES_EQUAL
+            ),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=LATENTS)
+def latent(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    kind, directory = request.param, tmp_path_factory.mktemp("model")
+    is_sparse = kind.startswith("sparse")
+    model = (
+        tiny_model.make_latent(directory, has_yarn=False)
+        if kind == "dense"
+        else tiny_model.make_latent_drafting(directory, is_sparse=is_sparse)
+    )
     # vLLM has no other blocks for latents on CPUs, and no float32 for them on GPUs.
-    extra = ("--attention-backend", "TRITON_MLA", "--dtype", "bfloat16") if DEVICES else ()
-    sides = [Side(name, tp, block_tokens=16, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
+    backend = "FLASHMLA_SPARSE" if is_sparse else "TRITON_MLA"
+    extra = ("--attention-backend", backend, "--dtype", "bfloat16") if DEVICES else ()
+    extra += {"drafting": BY_MTP, "sparse": BY_MTP, "sparse-fp8": ("--kv-cache-dtype", "fp8")}.get(kind, ())
+    if kind == "drafting" and not DEVICES:
+        # vLLM does not chunk prompts of latents on CPUs, and with drafts it would wait for ever to compute a long one.
+        extra += ("--max-num-batched-tokens", str(tiny_model.POSITIONS_MAX))
+    block_tokens = INDEX_BLOCK_TOKENS if is_sparse else 16
+    sides = [Side(name, tp, block_tokens=block_tokens, extra=extra) for name, tp in ((WIDE, 2), (SINGLE, 1))]
     with Scene(nursery, model, sides, digest=True) as running:
         yield running
 
@@ -438,6 +487,32 @@ def unchanged_by_zeroing(scene: Scene, source: str, target: str, what: str = "")
     return [len(prompt) for prompt, one, other in zip(telling, *answers, strict=True) if one == other]
 
 
+def check_first_tokens(scene: Scene, source: str, target: str, what: str = "") -> None:
+    """Check that most first tokens are those of decode alone, and as likely; with what moved, or a part of it, zeroed, none is."""
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+
+    def first_tokens(*, are_moved: bool) -> list[tuple[str, float]]:
+        found = []
+        for prompt in telling:
+            for engine in scene.engines.values():
+                engine.forget_prefixes()
+            handed = prefill(scene.engines[source], prompt) if are_moved else None
+            (choice,) = scene.engines[target].complete(prompt, NEW_TOKENS, handed, logprobs=1)["choices"]
+            found.append((choice["logprobs"]["tokens"][0], choice["logprobs"]["token_logprobs"][0]))
+        return found
+
+    alone, moved = first_tokens(are_moved=False), first_tokens(are_moved=True)
+    apart = [abs(one[1] - other[1]) for one, other in zip(alone, moved, strict=True) if one[0] == other[0]]
+    assert len(apart) > len(telling) / 2, (alone, moved)
+    assert max(apart) < APART_MAX
+    scene.zero.write_text(what)
+    try:
+        zeroed = first_tokens(are_moved=True)
+    finally:
+        scene.zero.unlink()
+    assert not any(one[0] == other[0] for one, other in zip(alone, zeroed, strict=True))
+
+
 @pytest.fixture
 def keep() -> Iterator[list[Scene]]:
     """Scenes whose folders for bytes are removed after the test."""
@@ -451,6 +526,13 @@ def latents_of(blocks: np.ndarray, tokens: int) -> np.ndarray:
     """Return those of the first tokens in a layer's blocks, [token, element]."""
     found: np.ndarray = blocks.reshape(-1, blocks.shape[-1])[:tokens]
     return found
+
+
+def held_of(name: str, blocks: np.ndarray, length: int) -> np.ndarray:
+    """Return what a layer's blocks hold of a prompt: a latent for each token, or blocks of index keys and their scales."""
+    if "indexer" in name:
+        return blocks.reshape(len(blocks), -1)[: -(-length // INDEX_BLOCK_TOKENS)]
+    return latents_of(blocks, length)
 
 
 @pytest.mark.family("DeepSeek V2 (MLA)", "latents, once to each rank of decode", BYTES_EQUAL)
@@ -468,7 +550,7 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(
     rooms = move_and_keep(latent, source, target, (*PROMPTS, *MANY))
     for room, length in rooms.items():
         first, *others = (
-            {name: latents_of(part, length) for name, part in each.items()}
+            {name: held_of(name, part, length) for name, part in each.items()}
             for side in kept_by_both(latent, room, source, target)
             for each in side
         )
@@ -482,6 +564,9 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_with_the_moved_latents_zeroed_answers_change(latent: Scene, source: str, target: str) -> None:
     assert unchanged_by_zeroing(latent, source, target) == []
+    # On CPUs engines of unequal TP agree on no token, also alone.
+    if DEVICES:
+        check_first_tokens(latent, source, target)
 
 
 # -- recurrent states: a page of each group of layers, which all tokens share -----------------------------------------------
@@ -594,6 +679,17 @@ MTP = pytest.param(
 )
 
 
+MTP_PREFIXES = pytest.param(
+    "MTP, prefixes",
+    marks=[
+        GPUS_ALONE,
+        pytest.mark.family(
+            "speculative decoding by MTP (Qwen3.5), prefix caches", "as without prefix caches", BYTES_EQUAL
+        ),
+    ],
+)
+
+
 KDA = pytest.param(
     "KDA",
     marks=[
@@ -605,7 +701,7 @@ KDA = pytest.param(
 )
 
 
-@pytest.fixture(scope="module", params=["SD", "DS", "prefixes", MTP, KDA])
+@pytest.fixture(scope="module", params=["SD", "DS", "prefixes", MTP, MTP_PREFIXES, KDA])
 def gated(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Scene]]:
@@ -614,12 +710,12 @@ def gated(
     # vLLM has these kernels for bfloat16 alone on CPUs, and on GPUs others that compile a package at their first use.
     extra = ("--dtype", "bfloat16", *(("--gdn-prefill-backend", "triton") if DEVICES else ()))
     extra += ("--attention-backend", "TRITON_MLA") if request.param == "KDA" else ()
-    extra += () if request.param == "prefixes" else WITHOUT_PREFIXES
+    extra += () if "prefixes" in request.param else WITHOUT_PREFIXES
     order = "DS" if request.param == "DS" else "SD"
     # The sum over ranks in one kernel, which Kimi Linear has by default, needs a package that compiles its kernels.
     environment = {"VLLM_SSM_CONV_STATE_LAYOUT": order, "VLLM_KIMI_K3_GEMM_AR": "0"}
-    if request.param == "MTP":
-        extra += ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
+    if "MTP" in request.param:
+        extra += BY_MTP
     # A block has room for a rank's state, and every rank has a latent whole: so blocks differ with the number of ranks.
     pages = "tokens" if request.param == "KDA" else "opaque"
     sides = [Side(name, tp, extra=extra, environment=environment, pages=pages) for name, tp in ((WIDE, 2), (SINGLE, 1))]
@@ -654,7 +750,7 @@ def test_states_and_keys_reach_decode_byte_for_byte(
         offered, received = kept_by_both(scene, room, source, target)
         layers = {name.rpartition(".")[0] for name in offered[0]}
         drafts = {layer for layer in layers if layer.startswith("mtp.")}
-        assert (len(layers - drafts), len(drafts)) == (tiny_model.LAYERS, int(kind == "MTP"))
+        assert (len(layers - drafts), len(drafts)) == (tiny_model.LAYERS, int("MTP" in kind))
         for layer in layers:
             if f"{layer}.1" in offered[0]:
                 conv, ssm = (
@@ -682,14 +778,27 @@ def test_states_and_keys_reach_decode_byte_for_byte(
 def test_with_the_moved_states_zeroed_answers_change(gated: tuple[str, Scene], source: str, target: str) -> None:
     _, scene = gated
     assert unchanged_by_zeroing(scene, source, target, STATE) == []
+    check_first_tokens(scene, source, target)
 
 
 # -- K and V of one byte: rounding to it also makes engines of unequal TP differ ----------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def quantized(nursery: Nursery, model: TinyModel) -> Iterator[Scene]:
-    extra = ("--kv-cache-dtype", "fp8")
+SCALED = [
+    GPUS_ALONE,
+    pytest.mark.family(
+        "Qwen3 with fp8, int8 or int4 K and V, a scale for each head", "each rank's heads and scales", BYTES_EQUAL
+    ),
+]
+CACHE_TYPES = [
+    "fp8",
+    *(pytest.param(f"{kind}_per_token_head", marks=SCALED) for kind in ("fp8", "int8", "int4")),
+]
+
+
+@pytest.fixture(scope="module", params=CACHE_TYPES)
+def quantized(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel) -> Iterator[Scene]:
+    extra = ("--kv-cache-dtype", request.param)
     with Scene(nursery, model, [Side(WIDE, 2, extra=extra), Side(SINGLE, 1, extra=extra)], digest=True) as running:
         yield running
 
@@ -711,6 +820,45 @@ def test_keys_and_values_of_one_byte_reach_decode_byte_for_byte(
             assert have_equal_heads(offered, received, part)
     assert unchanged_by_zeroing(quantized, source, target) == []
     check_nothing_is_lent(quantized, 60)
+
+
+# -- sleep mode: a cache stays where the agent has mapped it, while weights leave the GPU ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sleeping(nursery: Nursery, model: TinyModel) -> Iterator[Scene]:
+    extra = ("--enable-sleep-mode",)
+    with Scene(nursery, model, [Side(WIDE, 2, extra=extra), Side(SINGLE, 1, extra=extra)], digest=True) as running:
+        yield running
+
+
+@GPUS_ALONE
+@pytest.mark.family(
+    "Qwen3 (K and V per head), sleep mode", "each rank's heads, also after the engines slept", TOKENS_EQUAL
+)
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_prompts_move_after_both_engines_have_slept(sleeping: Scene, alone: Oracle, source: str, target: str) -> None:
+    engines = sleeping.engines
+
+    def answers(prompts: Sequence[Prompt]) -> list[list[int]]:
+        for engine in engines.values():
+            engine.forget_prefixes()
+        return at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), prompts)
+
+    assert answers(PROMPTS) == [alone(prompt) for prompt in PROMPTS]
+    for call in ("/sleep?level=1", "/wake_up"):
+        for engine in engines.values():
+            engine.http.post(call).raise_for_status()
+            assert engine.http.get("/is_sleeping").json() == {"is_sleeping": "sleep?" in call}
+    assert answers(PROMPTS) == [alone(prompt) for prompt in PROMPTS]
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    sleeping.zero.touch()
+    try:
+        zeroed = answers(telling)
+    finally:
+        sleeping.zero.unlink()
+    assert [len(prompt) for prompt, answer in zip(telling, zeroed, strict=True) if answer == alone(prompt)] == []
+    check_nothing_is_lent(sleeping, 60)
 
 
 # -- errors of other connectors, planted -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tiny_model import TinyModel
 
 FOUR, TWO = "four", "two"
 
-pytestmark = pytest.mark.skipif(0 < len(DEVICES) < 4, reason="needs four GPUs")
+FOUR_GPUS = pytest.mark.skipif(0 < len(DEVICES) < 4, reason="needs four GPUs")
 
 
 def check_tokens(scene: Scene, alone: Oracle) -> None:
@@ -35,12 +35,14 @@ def check_tokens(scene: Scene, alone: Oracle) -> None:
     assert [len(prompt) for prompt in telling if zeroed[len(prompt)] == alone(prompt)] == []
 
 
+@FOUR_GPUS
 @pytest.mark.timeout(600)
 def test_tokens_equal_those_of_one_engine_alone(nursery: Nursery, model: TinyModel, alone: Oracle) -> None:
     with Scene(nursery, model, [Side(FOUR, 4), Side(TWO, 2)]) as scene:
         check_tokens(scene, alone)
 
 
+@FOUR_GPUS
 @pytest.mark.timeout(600)
 def test_tokens_equal_when_prefill_ranks_hold_copies_of_heads(
     nursery: Nursery, narrow_model: TinyModel, narrow_alone: Oracle
@@ -103,6 +105,8 @@ def several(
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(SEVERAL))}
     # vLLM for CPUs makes the tensors between stages only where it captures graphs.
     environment |= {"E2E_VLLM_STAGES": "1"} if kind == "pipeline" else {}
+    if DEVICES:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(DEVICES[-SEVERAL:])}
     extra = (f"--{kind}-parallel-size", str(SEVERAL))
     with Scene(nursery, model, [Side("wide", 2), Side("several", 1, extra=extra, environment=environment)]) as running:
         yield running, alone

@@ -37,7 +37,7 @@ from longshore_engines.handover import WANTS_DECODE, Offer, Order, Prompt
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
 from longshore_engines.vllm_caches import caches_of, held_back, page_groups
-from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, roles_of, setting
+from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, roles_of, setting, sleeps_on_gpu
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -113,7 +113,7 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._setting = setting(self._kv_transfer_config.kv_connector_extra_config)
         check_version(vllm_version, allow_untested=self._setting.allow_untested_version)
-        check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config, allots_memory=hasattr(KVConnectorBase_V1, "get_mem_pool_context"))
         self._roles = roles_of(self._kv_transfer_config)
         self._book: RequestBook | None = None
         self._client: Client | None = None
@@ -239,6 +239,19 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._book.heard(handshake.endpoint, time.monotonic())
 
     # -- worker ----------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> Any:
+        """Return a context that allocates the cache, or None for vLLM's own.
+
+        What vLLM allocates for sleep mode no other process can map. So the cache is allocated as without sleep mode, and stays
+        while the engine sleeps.
+        """
+        if not sleeps_on_gpu(self._vllm_config):
+            return None
+        import torch
+
+        self._pool = torch.cuda.MemPool()
+        return torch.cuda.use_mem_pool(self._pool)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Share this rank's cache with the agent; called once, before anything is computed."""
@@ -428,7 +441,7 @@ def _written_by(layer: Any) -> str:
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
 
 
-def _of_stages(own: list[int]) -> list[list[int]]:
+def _of_stages(own: dict[str, int]) -> list[dict[str, int]]:
     """Return the argument of each pipeline stage's call, in order. Every stage must call this."""
     group = get_pp_group()
     if group.world_size == 1:

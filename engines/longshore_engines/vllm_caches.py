@@ -29,7 +29,8 @@ from longshore_engines.vllm_checks import page_format
 from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
-DRAFT = "draft"
+# Caches of layers whose group has others: keys by which a layer selects tokens, and layers of a draft.
+INDEX, DRAFT, DRAFT_INDEX = "index", "draft", "draft-index"
 # The kinds of vLLM's specs that were tried, by their class.
 _KINDS = {
     "FullAttentionSpec": _FULL,
@@ -37,7 +38,7 @@ _KINDS = {
     "SlidingWindowSpec": _WINDOW,
     "MambaSpec": _STATE,
 }
-_ORDER = (_FULL, _WINDOW, DRAFT)
+_ORDER = (_FULL, _WINDOW, INDEX, DRAFT, DRAFT_INDEX)
 # In both modes of vLLM a sequence's last page, before those for speculation, is its running state. In `align` the prefix cache
 # keeps states, too, at the ends of blocks.
 _STATE_MODES = ("none", "align")
@@ -77,7 +78,7 @@ def kind_of(group: Any) -> str:
     kinds = set()
     for name, spec in specs_of(group).items():
         kind = _KINDS.get(type(spec).__name__)
-        if kind is None or "INDEXER" in str(getattr(spec, "cache_role", "")):
+        if kind is None:
             raise ArgumentError(f"layer {name} has a cache of the kind {type(spec).__name__}, which is not moved yet")
         if kind == _STATE:
             _check_state(name, spec)
@@ -85,6 +86,11 @@ def kind_of(group: Any) -> str:
     if len(kinds) != 1:
         raise ArgumentError(f"a group has layers of the kinds {', '.join(sorted(kinds))}: one is known")
     return kinds.pop()
+
+
+def _is_index(spec: Any) -> bool:
+    """Return whether a layer keeps keys by which another selects tokens, which every rank has whole, as it has a latent."""
+    return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
 def _check_state(name: str, spec: Any) -> None:
@@ -96,11 +102,6 @@ def _check_state(name: str, spec: Any) -> None:
         raise ArgumentError(
             f"mamba_cache_mode is {spec.mamba_cache_mode!r}: only {', '.join(_STATE_MODES)} are tried; start with "
             "--mamba-cache-mode align"
-        )
-    if spec.mamba_cache_mode != "none" and spec.num_speculative_blocks:
-        raise ArgumentError(
-            f"layer {name} has states in a prefix cache, and pages for speculation: not tried together; start with "
-            "--no-enable-prefix-caching or without speculative decoding"
         )
     if getattr(spec, "tp_replicated", False):
         raise ArgumentError(f"layer {name} has a state that every rank has whole, which is not moved yet")
@@ -152,7 +153,7 @@ def caches_of(
     writers: Mapping[str, str],
     *,
     is_dim_first: bool,
-    of_stages: Callable[[list[int]], list[list[int]]],
+    of_stages: Callable[[dict[str, int]], list[dict[str, int]]],
 ) -> Caches:
     """Share this rank's memory, and describe it.
 
@@ -162,39 +163,39 @@ def caches_of(
             [blocks, heads, ...].
         pages: the connector's option.
         writers: of each layer with tokens, see `vllm_checks.PAGE_FORMATS`.
-        of_stages: returns the argument of each pipeline stage's call, in order: its layers in each group.
+        of_stages: returns the argument of each pipeline stage's call, in order: its number of layers in each cache with tokens.
     Raises:
         ArgumentError, LayoutError: they cannot be moved; names the layer and its property.
     """
     groups = kv_cache_config.transfer_groups
-    stages = of_stages([len(group.layer_names) for group in groups])
-    _check_stages(stages)
-    kinds = [kind_of(group) for group in groups]
+    # A pipeline stage may have no layer of a group.
+    kinds = [kind_of(group) if group.layer_names else "" for group in groups]
     model = vllm_config.model_config
     layers = model.get_total_num_hidden_layers()
     attention = _attention(groups, kinds, layers)
+    stages = of_stages({name: len(cache.names) for name, cache in attention.items()})
+    _check_stages(stages)
     tensors, sources, written = [], [], {}
-    for position, cache in enumerate(attention):
-        number = sum(other.kind == cache.kind for other in attention[:position])
-        name = cache.kind if number == 0 else f"{cache.kind}-{number + 1}"
+    for name, cache in attention.items():
         spec = specs_of(groups[cache.group])[cache.names[0]]
         own = {layer: kv_caches[layer] for layer in cache.names}
         _check_apart(own)
         first = own[cache.names[0]]
-        # Layers of a draft are refused where there are several stages.
-        counts = [stage[cache.group] for stage in stages] if len(stages) > 1 else [len(own)]
+        counts = [stage[name] for stage in stages]
         before = sum(counts[: parallel.pp_rank])
         own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values(), before)}
-        owner = vllm_config.speculative_config.draft_model_config if cache.kind == DRAFT else model
+        is_of_draft = cache.kind in {DRAFT, DRAFT_INDEX}
+        owner = vllm_config.speculative_config.draft_model_config if is_of_draft else model
         total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)
-        heads = 1 if owner.use_mla else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
+        is_latent = type(spec).__name__ == "MLAAttentionSpec"
+        heads = 1 if is_latent else whole_heads(cache.names[0], first.shape[1], parallel.tp, total, fields)
         shape = CacheShape(
             sum(counts),
             heads,
             spec.head_size,
             parallel,
             tuple(counts) if len(stages) > 1 else None,
-            is_latent=type(spec).__name__ == "MLAAttentionSpec",
+            is_latent=is_latent,
             name=name,
         )
         tensors.append((own, shape))
@@ -207,7 +208,7 @@ def caches_of(
     sources += [CacheGroups(named, repeats) for _ in slots]
     form = PageFormat.BLOB
     if tensors:
-        form = page_format(pages, writers[attention[0].names[0]])
+        form = page_format(pages, writers[next(iter(attention.values())).names[0]])
         element = _element(next(iter(tensors[0][0].values())), vllm_config)
         texts.insert(0, _content(form, written, element, is_latent=tensors[0][1].is_latent))
     return Caches(share(tensors, form, slots), tuple(sources), "; ".join(texts))
@@ -239,26 +240,32 @@ def _content(form: PageFormat, written: Mapping[str, str], element: str, *, is_l
     return f"vLLM's latents of {element}" if is_latent else token_content(element)
 
 
-def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> list[_Attention]:
-    """Return the caches with tokens: those of the model in full, its windows, then those of its draft."""
+def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> dict[str, _Attention]:
+    """Return the caches with tokens by their names: those of the model in full, its windows, then those of its draft."""
     found = []
     for index, (group, kind) in enumerate(zip(groups, kinds, strict=True)):
-        if kind == _STATE:
+        if kind in {_STATE, ""}:
             continue
-        names = sorted(group.layer_names, key=layer_number)
-        drafts = tuple(name for name in names if is_draft(name, layers))
-        own = tuple(name for name in names if name not in drafts)
-        found += [_Attention(each, index, those) for each, those in ((kind, own), (DRAFT, drafts)) if those]
-    return sorted(found, key=lambda cache: (_ORDER.index(cache.kind), cache.group))
+        by_kind: dict[str, list[str]] = {}
+        for name in sorted(group.layer_names, key=layer_number):
+            of_model, of_draft = (INDEX, DRAFT_INDEX) if _is_index(specs_of(group)[name]) else (kind, DRAFT)
+            by_kind.setdefault(of_draft if is_draft(name, layers) else of_model, []).append(name)
+        found += [_Attention(each, index, tuple(names)) for each, names in by_kind.items()]
+    found.sort(key=lambda cache: (_ORDER.index(cache.kind), cache.group))
+    numbers = [sum(other.kind == cache.kind for other in found[:at]) for at, cache in enumerate(found)]
+    return {
+        f"{cache.kind}-{number + 1}" if number else cache.kind: cache
+        for number, cache in zip(numbers, found, strict=True)
+    }
 
 
-def _check_stages(stages: Sequence[Sequence[int]]) -> None:
-    """Raise ArgumentError unless each pipeline stage has layers of each group."""
+def _check_stages(stages: Sequence[Mapping[str, int]]) -> None:
+    """Raise ArgumentError unless each pipeline stage has layers in each cache."""
+    names = dict.fromkeys(name for stage in stages for name in stage)
     for number, counts in enumerate(stages):
-        if 0 in counts:
-            raise ArgumentError(
-                f"pipeline stage {number} has no layer of cache group {counts.index(0)} of {len(counts)}: use fewer stages"
-            )
+        missing = next((name for name in names if name not in counts), None)
+        if missing is not None:
+            raise ArgumentError(f"pipeline stage {number} has no layer of cache {missing!r}: use fewer stages")
 
 
 def _check_apart(tensors: Mapping[str, KVTensor]) -> None:

@@ -19,7 +19,7 @@ _log = logging.getLogger("vllm.longshore")
 
 # vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
 # allowed.
-VERSION_MIN, VERSION_END = (0, 32), (0, 33)
+VERSION_MIN, VERSION_END = (0, 32), (0, 34)
 # A decode engine with a long queue claims late. vLLM's own connectors also wait for minutes.
 LIMIT_S, LIMIT_MIN_S, LIMIT_MAX_S = 120.0, 1.0, 86_400.0
 CONNECT_S = 120.0
@@ -39,8 +39,11 @@ PAGE_FORMATS = {
     "TRITON_MLA": PageFormat.TOKEN_ROWS,
 }
 OPAQUE, TOKENS = "opaque", "tokens"
-# vLLM's types of a cache that were tried. Others keep scales beside the elements, or codes.
-CACHE_TYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+# vLLM's types of a cache that were tried. Of others layers of one model have several, or they need other GPUs.
+CACHE_TYPES = frozenset(
+    {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+    | {"fp8_ds_mla", "fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"}
+)
 # Ways of speculative decoding: one without layers, a small model, layers of the model itself, and layers that read its states.
 NGRAM = "ngram"
 SPECULATIVE_METHODS = frozenset({NGRAM, "draft_model", "mtp", "eagle", "eagle3"})
@@ -149,18 +152,30 @@ def page_format(pages: str, written_by: str) -> PageFormat:
     return found
 
 
-def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ArgumentError if the connector cannot move this kind of cache; names the kind."""
-    has_states = any(hasattr(group.kv_cache_spec, "mamba_type") for group in kv_cache_config.transfer_groups)
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    if has_states and parallel.pipeline_parallel_size > 1:
+def sleeps_on_gpu(vllm_config: Any) -> bool:
+    """Return whether the engine can give memory of a GPU away while it sleeps."""
+    return bool(vllm_config.model_config.enable_sleep_mode) and vllm_config.device_config.device_type != "cpu"
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any, *, allots_memory: bool) -> None:
+    """Raise ArgumentError if the connector cannot move this kind of cache; names the kind.
+
+    Args:
+        allots_memory: this vLLM asks its connector where to allocate the cache.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    states = [spec for spec in specs if hasattr(spec, "mamba_type")]
+    parallel = vllm_config.parallel_config
+    if states and parallel.pipeline_parallel_size > 1:
         raise ArgumentError(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's layers keep recurrent states: vLLM deals these "
             "layers to groups in turn, so that a stage has a part of each group; use 1"
         )
-    if has_states and (unit := vllm_config.cache_config.prefix_match_unit) is not None:
+    unit = vllm_config.cache_config.prefix_match_unit or min((spec.block_size for spec in specs), default=0)
+    if any(spec.mamba_cache_mode == "align" and spec.block_size > unit for spec in states):
         raise ArgumentError(
-            f"prefix_match_unit is {unit}: a prefix that ends within a block of states was not tried; leave the option out"
+            f"prefixes may end after {unit} tokens, within a block of states, which was not tried: leave prefix_match_unit out, or "
+            "start with --no-enable-prefix-caching"
         )
     if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES:
         raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(CACHE_TYPES))} were tried")
@@ -169,10 +184,10 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}: tokens of a sequence would lie "
             "on several ranks; use 1"
         )
-    if model.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
+    if sleeps_on_gpu(vllm_config) and not allots_memory:
         raise ArgumentError(
-            "enable_sleep_mode is on: this vLLM gives its cache's memory away without telling its connector, while the "
-            "agent has it mapped; start without sleep mode"
+            "enable_sleep_mode is on: this vLLM allocates its cache in memory that the agent cannot map; use vLLM 0.33, or start "
+            "without sleep mode"
         )
     speculative = vllm_config.speculative_config
     if speculative is None:

@@ -171,6 +171,11 @@ SIZES: dict[str, tuple[Body, Body, dict[str, tuple[int, int]]]] = {
     "Kimi K2": ({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}, {}, {"kv": (61, 1152)}),
     "DeepSeek V3 with its draft": (DEEPSEEK, {"draft_layers": 1}, {"kv": (61, 1152), "draft": (1, 1152)}),
     "DeepSeek V3.2": (SPARSE, {}, {"kv": (61, 1152), "index": (61, 132)}),
+    "DeepSeek V3.2 with its draft": (
+        SPARSE,
+        {"draft_layers": 1},
+        {"kv": (61, 1152), "index": (61, 132), "draft": (1, 1152), "draft-index": (1, 132)},
+    ),
     "DeepSeek V3.2 in fp8": (SPARSE, {"kv_dtype": Dtype.FLOAT8_E4M3}, {"kv": (61, 656), "index": (61, 132)}),
     "GLM with shared index keys": (
         {**SPARSE, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"] * 30 + ["full"]},

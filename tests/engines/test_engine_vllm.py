@@ -367,10 +367,10 @@ def test_the_handshake_of_another_connector_is_refused_with_the_order_that_works
 
 @pytest.mark.shows("option.allow_untested_version")
 def test_another_vllm_is_refused_when_it_makes_the_connector_unless_it_is_let_in():
-    with installed("0.33.0"):
+    with installed("0.34.0"):
         made = importlib.import_module("longshore_engines.vllm").LongshoreConnector
         caches = cache_config()
-        with pytest.raises(ArgumentError, match=r"^vLLM 0\.33\.0: this connector was tested with"):
+        with pytest.raises(ArgumentError, match=r"^vLLM 0\.34\.0: this connector was tested with"):
             made(config("/nowhere", "p"), Role.SCHEDULER, caches)
         made(config("/nowhere", "p", allow_untested_version=True), Role.SCHEDULER, caches)
 

@@ -27,7 +27,9 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 
 class MLAAttentionSpec(FullAttentionSpec):
-    cache_role = "INDEXER"
+    def __init__(self, *arguments, role="SPARSE"):
+        super().__init__(*arguments)
+        self.cache_role = SimpleNamespace(name=role)
 
 
 class MambaSpec:
@@ -108,10 +110,8 @@ def test_the_scheduler_knows_each_group_by_its_page_its_window_or_its_state():
     ("spec", "named"),
     [
         (ChunkedLocalAttentionSpec(TOKENS, DIM), "ChunkedLocalAttentionSpec"),
-        (MLAAttentionSpec(TOKENS, DIM), "MLAAttentionSpec"),
         (MambaSpec("LINEAR"), "LINEAR"),
         (MambaSpec("MAMBA2", "all"), "--mamba-cache-mode align"),
-        (MambaSpec("MAMBA2", "align", spares=2), "--no-enable-prefix-caching"),
         (MambaSpec("MAMBA2", replicated=True), "every rank has whole"),
     ],
 )
@@ -243,6 +243,30 @@ def test_a_page_of_states_has_the_layers_of_a_group_or_one_layer_if_groups_are_u
     assert pages == [10 + index for index, count in enumerate(counts) for _ in range(count)]
 
 
+def test_index_keys_are_caches_beside_the_latents_of_their_group_which_each_rank_has_whole():
+    tensor, _ = allocation()
+    latents, keys = (tensor(at, (1, TOKENS, DIM), torch.bfloat16) for at in (0, 1))
+    names, tensors = {}, {}
+    for layer in ("l.0", "mtp.layers.0"):
+        names |= {f"{layer}.attn": MLAAttentionSpec(TOKENS, DIM)}
+        names |= {f"{layer}.indexer.k_cache": MLAAttentionSpec(TOKENS, DIM, role="INDEXER")}
+        tensors |= {f"{layer}.attn": latents, f"{layer}.indexer.k_cache": keys}
+    group = cache_group(FULL, *names)
+    group.kv_cache_spec = SimpleNamespace(block_size=TOKENS, kv_cache_specs=names)
+    config = engine(tp=2)
+    config.speculative_config = SimpleNamespace(draft_model_config=config.model_config)
+    writers = {name: "INDEXER" for name in names if "indexer" in name}
+    found = described(config, [group], tensors, writers=writers, tp_rank=1)
+    caches = ["kv", "index", "draft", "draft-index"]
+    assert [(cache.name, cache.model.kv_heads) for cache in found.shared.layout.caches] == [
+        (name, 1) for name in caches
+    ]
+    assert [cache.groups for cache in found.groups] == [(0,)] * 4
+    assert found.content.startswith("kv: CPU_ATTN vec torch.bfloat16; index: INDEXER torch.bfloat16; draft: CPU_ATTN")
+    with pytest.raises(ArgumentError, match="index is written by INDEXER"):
+        described(config, [group], tensors, pages="tokens", writers=writers)
+
+
 def test_caches_that_others_write_are_named_one_by_one_and_have_no_pages_of_tokens():
     _, attention = allocation()
     groups = [cache_group(FULL, "l.0"), cache_group(WINDOW, "l.1")]
@@ -293,21 +317,36 @@ def test_a_state_whose_block_has_gaps_is_refused():
         described(engine(), [cache_group(MambaSpec("GDN_ATTN"), "l.0")], {}, {"l.0": (conv[:, :, :-4], ssm)})
 
 
+def counts(full, windowed):
+    return {"kv": full, "window": windowed}
+
+
 def test_each_cache_of_a_pipeline_stage_has_the_layers_that_follow_those_of_earlier_stages():
     _, attention = allocation()
     # The last stage, of layers 6 to 8 of nine.
     groups = [cache_group(FULL, "l.6"), cache_group(WINDOW, "l.7", "l.8")]
     tensors = {name: attention(at) for at, name in enumerate(["l.6", "l.7", "l.8"])}
-    found = described(engine(heads=1, layers=9), groups, tensors, stages=[[2, 1], [1, 2], [1, 2]]).shared.layout
+    found = described(engine(heads=1, layers=9), groups, tensors, stages=[counts(2, 1), counts(1, 2), {}]).shared.layout
     assert [(cache.name, cache.stage_layers, cache.layers) for cache in found.caches] == [
         ("kv", (2, 1, 1), range(3, 4)),
         ("window", (1, 2, 2), range(3, 5)),
     ]
-    with pytest.raises(ArgumentError, match="stage 0 has no layer of cache group 1 of 2"):
-        described(engine(heads=1, layers=9), groups, tensors, stages=[[3, 0], [1, 2], [1, 2]])
+    with pytest.raises(ArgumentError, match="stage 0 has no layer of cache 'window'"):
+        described(engine(heads=1, layers=9), groups, tensors, stages=[{"kv": 3}, counts(1, 2), {}])
     # A stage without layers of a group says so, too.
-    with pytest.raises(ArgumentError, match="stage 1 has no layer of cache group 0"):
-        described(engine(heads=1), [cache_group(FULL), groups[1]], tensors, stages=[[1, 1], [0, 2]])
+    with pytest.raises(ArgumentError, match="stage 1 has no layer of cache 'kv'"):
+        described(engine(heads=1, layers=9), [cache_group(FULL), groups[1]], tensors, stages=[counts(1, 1), {}])
+
+
+def test_a_pipeline_stage_counts_the_layers_of_index_keys_apart_from_the_latents_of_their_group():
+    tensor, _ = allocation()
+    names = {f"l.{layer}.attn": MLAAttentionSpec(TOKENS, DIM) for layer in (2, 3)}
+    names["l.3.indexer.k_cache"] = MLAAttentionSpec(TOKENS, DIM, role="INDEXER")
+    tensors = {name: tensor(at, (1, TOKENS, DIM), torch.bfloat16) for at, name in enumerate(names)}
+    group = cache_group(FULL, *names)
+    group.kv_cache_spec = SimpleNamespace(block_size=TOKENS, kv_cache_specs=names)
+    found = described(engine(layers=4), [group], tensors, stages=[{"kv": 2, "index": 1}, {}]).shared.layout
+    assert [(cache.name, cache.stage_layers) for cache in found.caches] == [("kv", (2, 2)), ("index", (1, 1))]
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------------

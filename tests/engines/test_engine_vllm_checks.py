@@ -24,7 +24,8 @@ def engine(*, groups=1, **changes):
         "context_parallel": 1,
         "speculative": None,
         "stages": 1,
-        "states": False,
+        "states": None,
+        "block": 64,
         "cache": "auto",
         "unit": None,
         "lookahead": 0,
@@ -42,23 +43,25 @@ def engine(*, groups=1, **changes):
         speculative_config=values["speculative"],
         num_prefill_lookahead_tokens=values["lookahead"],
     )
-    spec = SimpleNamespace(**({"mamba_type": "MAMBA2"} if values["states"] else {}))
-    return config, SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
+    attention = SimpleNamespace(block_size=values["block"])
+    state = SimpleNamespace(block_size=64, mamba_type="MAMBA2", mamba_cache_mode=values["states"])
+    specs = [state if values["states"] else attention] * groups + [attention]
+    return config, SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0rc1", "0.33.0"])
 def test_tested_versions_are_let_in(version):
     check_version(version, allow_untested=False)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "dev", ""])
 def test_other_versions_are_refused_with_the_range_and_the_option_that_lets_them_in(version, caplog):
-    with pytest.raises(ArgumentError, match=r">= 0\.32, < 0\.33; .*allow_untested_version"):
+    with pytest.raises(ArgumentError, match=r">= 0\.32, < 0\.34; .*allow_untested_version"):
         check_version(version, allow_untested=False)
     assert not caplog.messages
     check_version(version, allow_untested=True)
     (said,) = caplog.messages
-    assert f"vLLM {version}: this connector was tested with vLLM >= 0.32, < 0.33: compare its answers" in said
+    assert f"vLLM {version}: this connector was tested with vLLM >= 0.32, < 0.34: compare its answers" in said
 
 
 @pytest.mark.parametrize(
@@ -70,18 +73,27 @@ def test_other_versions_are_refused_with_the_range_and_the_option_that_lets_them
         {"speculative": DRAFT},
         {"speculative": NGRAM},
         {"speculative": MTP, "lookahead": 1},
+        {"cache": "fp8_per_token_head"},
+        {"states": "align"},
+        {"states": "none", "block": 16},
     ],
 )
 def test_models_with_one_group_of_layers_are_served(changes):
-    check_engine(*engine(**changes))
+    check_engine(*engine(**changes), allots_memory=False)
+
+
+def test_engines_on_gpus_may_sleep_where_the_connector_allots_the_cache():
+    check_engine(*engine(sleep=True, device="cuda"), allots_memory=True)
+    check_engine(*engine(device="cuda"), allots_memory=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"groups": 2, "states": True, "stages": 2}, "recurrent states"),
-        ({"cache": "fp8_per_token_head"}, "kv_cache_dtype is 'fp8_per_token_head': only auto"),
-        ({"unit": 32, "states": True}, "prefix_match_unit is 32"),
+        ({"groups": 2, "states": "none", "stages": 2}, "recurrent states"),
+        ({"cache": "nvfp4"}, "kv_cache_dtype is 'nvfp4': only auto"),
+        ({"unit": 32, "states": "align"}, "after 32 tokens, within a block of states.*prefix_match_unit"),
+        ({"block": 16, "states": "align"}, "after 16 tokens, within a block of states"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
         ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
         (
@@ -98,7 +110,7 @@ def test_models_with_one_group_of_layers_are_served(changes):
 )
 def test_what_cannot_be_moved_is_refused_by_name(changes, said):
     with pytest.raises(ArgumentError, match=said):
-        check_engine(*engine(**changes))
+        check_engine(*engine(**changes), allots_memory=False)
 
 
 def test_options_have_defaults_and_are_read():
