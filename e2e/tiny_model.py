@@ -242,6 +242,30 @@ def make_windowed(directory: Path, kv_heads: int) -> TinyModel:
     return _write(directory / "gemma", kv_heads, _windowed_config(kv_heads), _weights(sizes, [layer] * LAYERS))
 
 
+def make_chunked(directory: Path, kv_heads: int) -> TinyModel:
+    """Write a Llama 4 model without experts, most of whose layers see one piece of a sequence, below `directory` and return it."""
+    sizes = _sizes(kv_heads)
+    kinds = ["chunked_attention"] * (LAYERS - 1) + ["full_attention"]
+    config = _config(kv_heads) | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": sizes.inner,
+        "layer_types": kinds,
+        "no_rope_layers": [int(kind != "full_attention") for kind in kinds],
+        "attention_chunk_size": WINDOW,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    layer = {name: shape for name, shape in _attention(sizes, kv_heads).items() if "norm" not in name}
+    weights = _weights(sizes, [layer] * LAYERS, {"mlp": "feed_forward"})
+    return _write(directory / "llama-4", kv_heads, config, weights)
+
+
 def make_alternating(directory: Path, kv_heads: int) -> TinyModel:
     """Write a Laguna model without gates and experts, every other layer of which sees a window, below `directory` and return it."""
     sizes, rope = _sizes(kv_heads), {"rope_type": "default", "rope_theta": 10000.0}

@@ -51,8 +51,12 @@ GPUS_ALONE = pytest.mark.skipif(not DEVICES, reason="vLLM has no kernels of this
 # -- sliding windows: groups of layers of which only the end of a prompt moves ---------------------------------------------
 
 
-# By model, how many of its layers see all tokens.
-WINDOWED = {tiny_model.make_windowed: 1, tiny_model.make_sinks: 2}
+# By model, how many of its layers see all tokens, and from which one on the others read of a prompt for the next one.
+WINDOWED: dict[Any, tuple[int, Callable[[int], int]]] = {
+    tiny_model.make_windowed: (1, lambda tokens: tokens - tiny_model.WINDOW + 1),
+    tiny_model.make_sinks: (2, lambda tokens: tokens - tiny_model.WINDOW + 1),
+    tiny_model.make_chunked: (1, lambda tokens: tokens - tokens % tiny_model.WINDOW),
+}
 GPT_OSS = pytest.param(
     tiny_model.make_sinks,
     marks=pytest.mark.family(
@@ -61,11 +65,19 @@ GPT_OSS = pytest.param(
     id="gpt-oss",
 )
 
+LLAMA_4 = pytest.param(
+    tiny_model.make_chunked,
+    marks=pytest.mark.family(
+        "Llama 4 (chunked attention)", "K and V, of chunked layers the prompt's last chunk", TOKENS_EQUAL
+    ),
+    id="llama-4",
+)
 
-@pytest.fixture(scope="module", params=[pytest.param(tiny_model.make_windowed, id="gemma"), GPT_OSS])
+
+@pytest.fixture(scope="module", params=[pytest.param(tiny_model.make_windowed, id="gemma"), GPT_OSS, LLAMA_4])
 def windowed(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Scene, Oracle, int]]:
+) -> Iterator[tuple[Scene, Oracle, tuple[int, Callable[[int], int]]]]:
     model = request.param(tmp_path_factory.mktemp("model"), 4)
     alone = Oracle(nursery, model, (*PROMPTS, SHARES_A_PREFIX, *MANY))
     with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)]) as running:
@@ -80,9 +92,9 @@ def load_bytes(engine: Engine) -> float:
 @pytest.mark.family("Gemma 3 (sliding windows)", "K and V, of windowed layers the end of the prompt", TOKENS_EQUAL)
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
-    windowed: tuple[Scene, Oracle, int], source: str, target: str
+    windowed: tuple[Scene, Oracle, tuple[int, Callable[[int], int]]], source: str, target: str
 ) -> None:
-    scene, alone, full_layers = windowed
+    scene, alone, (full_layers, first_read) = windowed
     engines = scene.engines
     for prompts in (PROMPTS, MANY):
         for engine in engines.values():
@@ -97,9 +109,8 @@ def test_tokens_of_a_model_with_windows_equal_those_of_one_engine_alone(
     until(lambda: load_bytes(engines[target]) > loaded, "the load is counted")
     block = engines[target].options.block_tokens
     blocks = full_layers * (-(-len(SHARES_A_PREFIX) // block) - SHARED_TOKENS // block)
-    blocks += (tiny_model.LAYERS - full_layers) * (
-        -(-(len(SHARES_A_PREFIX) - 1) // block) - (len(SHARES_A_PREFIX) - tiny_model.WINDOW) // block
-    )
+    computed = len(SHARES_A_PREFIX) - 1
+    blocks += (tiny_model.LAYERS - full_layers) * (-(-computed // block) - first_read(computed) // block)
     block_bytes = block * 2 * 4 * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
     assert load_bytes(engines[target]) - loaded == blocks * block_bytes
     for engine in engines.values():

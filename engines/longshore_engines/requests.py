@@ -60,6 +60,7 @@ class PageGroup(NamedTuple):
     Attributes:
         page_size: tokens of a page.
         window: tokens that its layers read, with the one that is computed; 0: all.
+        chunk: tokens of the pieces into which a sequence is cut, where layers read only the one that is computed; 0: it is not cut.
         unit_tokens: `page_size` if pages cannot be cut, otherwise 1.
         is_state: the last page of a sequence, but for `spares`, is its recurrent state.
         spares: pages behind the state's, for speculation.
@@ -70,6 +71,12 @@ class PageGroup(NamedTuple):
     unit_tokens: int = 1
     is_state: bool = False
     spares: int = 0
+    chunk: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the next token of a sequence needs all earlier ones, one by one."""
+        return not (self.is_state or self.window or self.chunk)
 
     def held(self, pages: Sequence[int], first_token: int, end_token: int, tokens: int) -> GroupPages:
         """Return what the next token of a sequence of `tokens` tokens needs of tokens [first, end).
@@ -82,8 +89,8 @@ class PageGroup(NamedTuple):
             if first_token == end_token or end_token < tokens:
                 return GroupPages((), end_token, end_token)
             return GroupPages((pages[-1 - self.spares],), 0, end_token)
-        if self.window:
-            begin = max(0, tokens - self.window + 1)
+        if self.window or self.chunk:
+            begin = max(0, tokens - self.window + 1) if self.window else tokens - tokens % self.chunk
             first_token = max(first_token, begin - begin % self.unit_tokens)
         if first_token >= end_token:
             return GroupPages((), first_token, first_token)
@@ -313,7 +320,12 @@ class RequestBook:
         found = []
         for group, own in zip(self._groups, pages, strict=True):
             end = tokens if last else end_token - end_token % group.page_size
-            found.append(group.held(own, before - before % group.page_size, end, tokens))
+            held = group.held(own, before - before % group.page_size, end, tokens)
+            if last and not held.pages:
+                # The next token begins a chunk. A room has tokens of each cache, and decode claims none of these.
+                first_token = tokens - 1 - (tokens - 1) % group.page_size
+                held = GroupPages((own[first_token // group.page_size],), first_token, tokens)
+            found.append(held)
         if any(each.pages for each in found):
             first, *others = found
             binding, is_next = prompt.binding, prompt.is_offered

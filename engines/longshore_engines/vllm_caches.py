@@ -36,6 +36,7 @@ _KINDS = {
     "FullAttentionSpec": _FULL,
     "MLAAttentionSpec": _FULL,
     "SlidingWindowSpec": _WINDOW,
+    "ChunkedLocalAttentionSpec": _WINDOW,
     "MambaSpec": _STATE,
 }
 _ORDER = (_FULL, _WINDOW, INDEX, DRAFT, DRAFT_INDEX)
@@ -120,14 +121,16 @@ def page_groups(kv_cache_config: Any, *, is_opaque: bool) -> tuple[PageGroup, ..
         if kind == _STATE:
             found.append(PageGroup(size, is_state=True, spares=spec.num_speculative_blocks))
         else:
-            window = spec.sliding_window if kind == _WINDOW else 0
-            found.append(PageGroup(size, window, size if is_opaque else 1))
+            # Specs of all tokens name windows, too, where vLLM allots all tokens to windowed layers.
+            own = spec if kind == _WINDOW else None
+            window, chunk = (getattr(own, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+            found.append(PageGroup(size, window, size if is_opaque else 1, chunk=chunk))
     return tuple(found)
 
 
 def held_back(groups: Sequence[PageGroup]) -> int:
     """Return how many of a prompt's last tokens prefill must not compute; see `RequestBook.shortened`."""
-    return int(any(group.is_state or group.window for group in groups))
+    return int(not all(group.is_whole for group in groups))
 
 
 def is_draft(name: str, layers: int) -> bool:

@@ -554,6 +554,15 @@ def test_a_window_of_pages_that_cannot_be_cut_begins_with_a_page():
     assert PageGroup(16, window=40, unit_tokens=16).held(range(7), 0, 99, 99) == ((3, 4, 5, 6), 48, 99)
 
 
+def test_of_a_sequence_that_is_cut_into_chunks_the_next_tokens_chunk_is_held_which_may_have_no_token_yet():
+    group = PageGroup(16, chunk=64)
+    assert group.held(range(7), 0, 99, 99) == ((4, 5, 6), 64, 99)
+    assert group.held(range(7), 80, 99, 99) == ((5, 6), 80, 99)
+    assert group.held(range(8), 0, 128, 128) == ((), 128, 128)
+    # Of an earlier chunk of prefill nothing.
+    assert group.held(range(4), 0, 64, 99) == ((), 64, 64)
+
+
 def test_decode_claims_all_but_the_last_token_in_every_group_and_each_state_whole():
     told = computed_hybrid()
     decode = hybrid()
@@ -629,6 +638,17 @@ def test_a_window_that_begins_after_the_first_chunk_may_be_the_first_group():
         (((), 80, 80), ((11, 12, 13), 0, 48)),
         (((6, 7), 80, 99), ((14, 15, 16, 17), 48, 99)),
     )
+
+
+def test_a_prompt_after_which_a_chunk_begins_offers_the_chunks_last_page_which_decode_does_not_claim():
+    groups = (PageGroup(16), PageGroup(16, chunk=64, unit_tokens=16))
+    prefill, decode = book(groups=groups, held_back=1), book(groups=groups, held_back=1)
+    prefill.allocated("p", {"do_remote_decode": True}, ((1,), (1,)), 128, 0)
+    prefill.computed("p", (range(1, 9), range(11, 19)), 128)
+    (offer,) = prefill.take_orders()
+    assert offer.groups == ((tuple(range(1, 9)), 0, 128), ((18,), 112, 128))
+    assert groups[1].held((0,) * 8, 0, 128, 128).pages == ()
+    assert decode.take_orders() == ()
 
 
 def test_a_prompt_without_ids_is_computed_here_at_once_also_if_its_router_has_named_the_room():

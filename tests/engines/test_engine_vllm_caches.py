@@ -23,6 +23,10 @@ PAGE_BYTES = 4096
 
 
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    attention_chunk_size = 64
+
+
+class SinkFullAttentionSpec(FullAttentionSpec):
     pass
 
 
@@ -95,21 +99,24 @@ def described(
 
 
 def test_the_scheduler_knows_each_group_by_its_page_its_window_or_its_state():
+    chunked = ChunkedLocalAttentionSpec(TOKENS, DIM)
     groups = [cache_group(FULL, "l.0"), cache_group(WINDOW, "l.1"), cache_group(MambaSpec("GDN_ATTN", spares=3), "l.2")]
+    groups.append(cache_group(chunked, "l.3"))
     found = page_groups(CacheConfig(BLOCKS, groups), is_opaque=True)
     assert found == (
         PageGroup(TOKENS, unit_tokens=TOKENS),
         PageGroup(TOKENS, window=40, unit_tokens=TOKENS),
         PageGroup(2048, is_state=True, spares=3),
+        PageGroup(TOKENS, unit_tokens=TOKENS, chunk=64),
     )
-    assert [held_back(found[:count]) for count in (1, 2, 3)] == [0, 1, 1]
+    assert [held_back([group]) for group in found] == [0, 1, 1, 1]
     assert page_groups(CacheConfig(BLOCKS, groups[1:2]), is_opaque=False)[0].unit_tokens == 1
 
 
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        (ChunkedLocalAttentionSpec(TOKENS, DIM), "ChunkedLocalAttentionSpec"),
+        (SinkFullAttentionSpec(TOKENS, DIM), "SinkFullAttentionSpec"),
         (MambaSpec("LINEAR"), "LINEAR"),
         (MambaSpec("MAMBA2", "all"), "--mamba-cache-mode align"),
         (MambaSpec("MAMBA2", replicated=True), "every rank has whole"),
