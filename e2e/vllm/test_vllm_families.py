@@ -575,8 +575,8 @@ def test_latents_reach_each_rank_of_decode_byte_for_byte(
 @pytest.mark.parametrize(("source", "target"), DIRECTIONS)
 def test_with_the_moved_latents_zeroed_answers_change(latent: Scene, source: str, target: str) -> None:
     assert unchanged_by_zeroing(latent, source, target) == []
-    # On CPUs engines of unequal TP agree on no token, also alone.
-    if DEVICES:
+    # On CPUs engines of unequal TP agree on no token, also alone, and with latents of one byte on few.
+    if DEVICES and "fp8" not in latent.engines[target].options.extra:
         check_first_tokens(latent, source, target)
 
 

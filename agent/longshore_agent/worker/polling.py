@@ -19,17 +19,17 @@ from longshore_wire.target import TargetSession
 
 _log = logging.getLogger(__name__)
 
-# Longest poll interval while bytes are expected. It is 1 ms until `_NOTICE_SLOWER_AFTER` polls have found nothing.
+# Longest poll interval while bytes are expected. It is 1 ms until `_NOTICE_SLOWER_AFTER` polls after a sleep have found nothing.
 _NOTICE_POLL_MS_MAX = 5
 _NOTICE_SLOWER_AFTER = 64
 _DRIVE_NS = 1_000_000
 # Nothing is expected, so only what is due ends the sleep.
 _NO_LIMIT_MS = 1 << 31
-# While bytes are due over a swift wire, the thread sleeps only after this long without news: the time of ten slabs.
+# While a slab is written, the thread sleeps only after this long without news: the time of ten slabs.
 _HOT_NS = 2_000_000
-# The limit while direct copies run, whose end only polling shows. A slab takes 0.7 ms, times the ranks that write to
-# one GPU.
-_HOT_COPYING_NS = 10_000_000
+# The limit while direct copies run, or bytes are due over a swift wire, which only polling shows. A slab takes 0.7 ms, times
+# the ranks that write to one GPU, and a source serves its targets one after the other.
+_HOT_GPU_NS = 10_000_000
 # A turn that is this late has missed more than its share of a busy CPU.
 _ABSENT_NS = 250_000_000
 # The time that this thread has worked is read after turns that were longer than this, and at least this often, because
@@ -55,6 +55,7 @@ class Polling:
         self._probed_until_ns = 0
         self._only_messages = self._is_driven = self._is_swift = False
         self._quiet_turns = 0
+        self._has_slept = False
         self._look_again_ns = 0
         self._is_news = False
         self._news_ns = 0
@@ -92,7 +93,10 @@ class Polling:
             # No peer's slabs are announced by notices, but the transport must still be driven.
             self._look_again_ns = now_ns + _DRIVE_NS
         taken = self._mover.notices()
-        self._quiet_turns = 0 if taken else self._quiet_turns + 1
+        if taken:
+            self._quiet_turns = 0
+        elif self._has_slept:
+            self._quiet_turns += 1
         self._is_news = self._is_news or bool(taken)
         return taken
 
@@ -111,6 +115,7 @@ class Polling:
             self._idle_ns = max(0, now_ns - self._woken_ns - (worked_ns - self._worked_ns))
             self._read_ns, self._worked_ns = now_ns, worked_ns
         self._due_ns = now_ns + wait_ms * 1_000_000
+        self._has_slept = wait_ms > 0
         return wait_ms
 
     def _limit_ms(self, now_ns: int) -> int:
@@ -123,7 +128,7 @@ class Polling:
         hot = quiet_ns < _HOT_NS
         runner = self._mover.resources.runner
         if runner.busy:
-            soon = hot or (runner.copying and quiet_ns < _HOT_COPYING_NS)
+            soon = hot or (runner.copying and quiet_ns < _HOT_GPU_NS)
             wait_ms = 0 if soon else min(wait_ms, 1)
         if (
             hot
@@ -135,7 +140,7 @@ class Polling:
             # sooner.
             return 0
         if self._looks_for_notices(now_ns):
-            if self._is_driven or (hot and self._is_swift):
+            if self._is_driven or (self._is_swift and quiet_ns < _HOT_GPU_NS):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
         return wait_ms
