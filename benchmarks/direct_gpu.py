@@ -77,7 +77,7 @@ class DirectBench:
             first = heads // 2 if heads > case.slice_heads else 0
             view = pool_view(pool, pages, 0, range(layers), range(first, first + case.slice_heads))
             self._sides.append(Paged(view, PlaneTable(pool, [self.memories[-1].data_ptr()], home)))
-            self._lists.append(PageIds(pool, pages, home))
+            self._lists.append((PageIds(pool, pages, home), 0))
         self._near = random_bytes(self.payload_bytes, home)
         self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
         # torch's first copy between two devices enables peer access, which the kernel needs.

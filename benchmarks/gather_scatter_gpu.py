@@ -154,7 +154,7 @@ class Bench:
         self._pool = open_pool(case.order, heads, layers, page_count)
         self.memory = random_bytes(self._pool.geometry.region_bytes[0], device)
         pages = np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
-        self._pages = PageIds(self._pool, pages, device)
+        self._pages = (PageIds(self._pool, pages, device), 0)
         table = PlaneTable(self._pool, [self.memory.data_ptr()], device)
         self._paged = Paged(pool_view(self._pool, pages, 0, self.layers, self.heads), table)
         self.stream = TimedStream(device)

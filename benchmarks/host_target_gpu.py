@@ -87,7 +87,7 @@ class Row:
             self._pools, self._ids, (self._near.data_ptr(), self._mapping.address), strict=True
         ):
             sides.append(Paged(pool_view(pool, ids, 0, range(LAYERS), range(1)), PlaneTable(pool, [address], home)))
-            lists.append(PageIds(pool, ids, home))
+            lists.append((PageIds(pool, ids, home), 0))
         self._lists = lists
         self._copy = BoundCopy(sides[0], sides[1], (0, self.tokens), stream, WORKER_TUNINGS["direct"])
         self._pinned = torch.empty(self.payload_bytes, dtype=torch.uint8, pin_memory=True)

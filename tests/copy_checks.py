@@ -57,7 +57,7 @@ class End(NamedTuple):
 
 def paged(view: View, table: PlaneTable, device: torch.device) -> End:
     """Return a side of pages; copies their ids to the device."""
-    return End(Paged(view, table), PageIds(view.own_pool, view.pages, device, view.first_page))
+    return End(Paged(view, table), (PageIds(view.own_pool, view.pages, device), view.first_page))
 
 
 def packed(memory: torch.Tensor, payload_bytes: int) -> End:
@@ -388,7 +388,7 @@ def bound_refusals() -> list[str]:
         ids = np.array([2, 1], dtype=np.int32)
         near_end = paged(pool_view(source, ids, 0, range(3), range(4)), near, CPU)
         far_end = paged(pool_view(target, ids, 0, range(3), range(4)), far, CPU)
-        twice = PageIds(target, np.array([3, 3], dtype=np.int32), CPU)
+        twice = (PageIds(target, np.array([3, 3], dtype=np.int32), CPU), 0)
         copy = BoundCopy(near_end.side, far_end.side, (0, 16), CopyStream(CPU))
         for place, tokens in ((far_end.place, (32, 48)), (twice, (0, 16))):
             try:

@@ -276,7 +276,7 @@ def damaged_list(shape: Shape, tokens: tuple[int, int]) -> tuple[int, int]:
         assert found.source == found.target
         for region in place.regions[1]:
             region.zero_()
-        ids = place.copier._held_of(views[1], place.copier._directs, to_write=True)
+        ids = place.copier._held(target, views[1].pages, place.copier._directs, to_write=True)
         ids._table[0] = (ids._table[0] + 1) % shape.page_count
         source_digests, target_digests = (np.frombuffer(each, dtype="<u8") for each in place.ended(copy))
         return source_digests.size, int(np.count_nonzero(source_digests != target_digests))

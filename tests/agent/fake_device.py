@@ -129,9 +129,9 @@ class FakeDevice:
     def prepare_pool(self, _pool: KVPool, *, direct: bool) -> None:
         self.admitted.append(f"pool, {'direct' if direct else 'staged'}")
 
-    def prepare_pages(self, pool: KVPool, pages: Any, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Any, *, to_write: bool, direct: bool) -> None:
         pool.check_pages(pages)
-        self.admitted.append(f"{'write' if to_write else 'read'} {'direct' if direct else 'staged'} from {first_page}")
+        self.admitted.append(f"{'write' if to_write else 'read'} {'direct' if direct else 'staged'} {pages.tolist()}")
 
     def wait(self, _limit_s: float) -> None:
         """Complete all submitted copies."""

@@ -348,13 +348,13 @@ def test_pages_of_a_claim_that_came_before_its_pool_was_mapped_go_to_the_device_
     scene.near.expect(decode, 0, second, 3 * SHAPE.page_size)
     assert scene.device.admitted == []
     scene.give()
-    assert scene.device.admitted == ["write direct from 0", "write direct from 3"]
+    assert scene.device.admitted == ["write direct [0]", "write direct [1]"]
     scene.near.expect(decode, 0, third, SHAPE.page_size)
-    assert scene.device.admitted[2:] == ["write direct from 1"]
+    assert scene.device.admitted[2:] == ["write direct [2]"]
     # A pool that is never delivered leaves no state.
     scene.near.pool_gone(decode, 0)
     scene.near.expect(decode, 0, fourth, 0)
     scene.near.pool_gone(decode, 0)
     scene.near.expect(decode, 0, fifth, 0)
     scene.give()
-    assert scene.device.admitted[3:] == ["write direct from 0"]
+    assert scene.device.admitted[3:] == ["write direct [4]"]

@@ -33,7 +33,7 @@ from longshore_wire.ways import Way
 
 SHAPE = Shape(layers=2)
 SLAB_BYTES = 1 << 20
-DIRECT, STAGED = "read direct from 0", "read staged from 0"
+DIRECT, STAGED = "read direct [0]", "read staged [0]"
 
 
 def owner(name: str) -> PeerId:
@@ -172,7 +172,7 @@ def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
     whole.mover.prepare_pages(whole.pool, table, Half.SOURCE, frozenset(ways))
     assert whole.device.admitted == expected
     whole.mover.prepare_pages(whole.pool, table, Half.TARGET, frozenset())
-    assert whole.device.admitted == [*expected, "write staged from 0"]
+    assert whole.device.admitted == [*expected, "write staged [0]"]
 
 
 def test_a_claim_brings_its_pages_to_the_device_before_its_tokens_come_and_a_wrong_page_fails_no_worker(
@@ -180,10 +180,10 @@ def test_a_claim_brings_its_pages_to_the_device_before_its_tokens_come_and_a_wro
 ) -> None:
     pages = np.arange(3, dtype="<i4").tobytes()
     whole.mover.neighbours.expect(owner("decode"), 0, pages, 2 * SHAPE.page_size + 1)
-    assert whole.device.admitted == ["write direct from 2"]
+    assert whole.device.admitted == ["write direct [0, 1, 2]"]
     wrong = np.array([SHAPE.page_count], dtype="<i4").tobytes()
     whole.mover.neighbours.expect(owner("decode"), 0, wrong, 0)
-    assert whole.device.admitted == ["write direct from 2"]
+    assert whole.device.admitted == ["write direct [0, 1, 2]"]
     assert whole.asked == []
 
 

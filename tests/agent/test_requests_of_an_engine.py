@@ -123,14 +123,13 @@ def test_pages_of_a_pool_that_was_unmapped_are_not_prepared(make):
     assert list(side.requests.prepare_new()) == prepared == []
 
 
-def test_the_lists_that_are_prepared_are_those_that_copies_of_a_slot_name():
+def test_copies_of_a_slots_layers_name_the_rooms_own_list_of_pages_in_which_theirs_is_page_0():
     state = KVLayout(ModelShape(8, (Plane(8, 64, 3),), 2), Parallel(), 3, PageOrder.SLOT)
     table = PageTable(0, np.array([5, 9, 2], np.int32))
     named = [table.holding(state, (first, first + 1)) for first in range(8)]
-    prepared = table.lists(state)
     # A GPU has a list once for each object.
-    assert [id(pages) for pages, _ in prepared] == list(dict.fromkeys(id(pages) for pages, _ in named))
-    assert [pages.tolist() for pages, _ in prepared] == [[5], [9], [2]]
+    assert all(pages is table.pages for pages, _ in named)
+    assert [pages[-first_page] for pages, first_page in named] == [5, 5, 5, 9, 9, 9, 2, 2]
 
 
 def test_only_the_newest_pages_of_a_room_that_still_has_them_are_prepared(make):

@@ -60,6 +60,8 @@ Parts = tuple[Part, ...]
 class Copy(NamedTuple):
     """Some pages of one or both sides, part by part. At most one side is packed; if none is, both have the same parts.
 
+    All parts of a side are of one pool and have one array of pages.
+
     Attributes:
         source, target: of one model, with equally many layers and heads.
         trailer: to be written behind a packed target, after its payload.
@@ -125,12 +127,11 @@ class Copier(Protocol):
             direct: its pages may also be copied to those of other ranks.
         """
 
-    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, *, to_write: bool, direct: bool) -> None:
         """Prepare the pages of a room, so that its slabs need not wait.
 
         Args:
             pages: [n] int32, the same array object as in the room's views.
-            first_page: number of the first of them in the sequence.
             to_write: True: copies write these pages; False: copies read them.
             direct: for copies from pages to pages.
         Raises:

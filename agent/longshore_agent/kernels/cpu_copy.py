@@ -68,7 +68,7 @@ class CpuCopier:
     def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """Do nothing: one compiled loop serves all pools."""
 
-    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, *, to_write: bool, direct: bool) -> None:
         """Do nothing: page ids are read from the host's memory."""
 
     def wait(self, limit_s: float) -> None:

@@ -199,14 +199,14 @@ class DeviceCopier:
             with contextlib.suppress(ShapeError):
                 BoundDigest(paged, tokens, self._gathers).prepare()
 
-    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, *, to_write: bool, direct: bool) -> None:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.
 
         Raises:
             ShapeError, LongshoreError, DeviceError: as `PageIds`.
         """
         stream = self._directs if direct else self._scatters if to_write else self._gathers
-        self._held(pool, pages, first_page, stream, to_write=to_write)
+        self._held(pool, pages, stream, to_write=to_write)
         if self._spare_ids is None:
             # For the first slab of the next room, which waits for its list.
             self._spare_ids = id_memory(_SHORT_LIST, self._device)
@@ -227,9 +227,16 @@ class DeviceCopier:
         is_ready = True
         try:
             parts = copy.parts()
+            near, far, _ = parts[0]
+            if not isinstance(near, Slab):
+                held.append(self._hold(near, stream, to_write=False))
+            if not isinstance(far, Slab):
+                held.append(self._hold(far, stream, to_write=True))
+            if len(parts) > 1:
+                _check_lists(parts)
             for near, far, tokens in parts:
-                begin: Place = near if isinstance(near, Slab) else self._hold(near, stream, held, to_write=False)
-                goal: Place = far if isinstance(far, Slab) else self._hold(far, stream, held, to_write=True)
+                begin: Place = near if isinstance(near, Slab) else (held[0], near.first_page)
+                goal: Place = far if isinstance(far, Slab) else (held[-1], far.first_page)
                 bound = self._bound(near, far, tokens, stream)
                 is_ready = (stream is not self._directs or bound.ready()) and is_ready
                 work.append((bound, begin, goal, tokens))
@@ -260,9 +267,8 @@ class DeviceCopier:
         held: list[PageIds] = []
         try:
             for part in parts:
-                ids = self._held_of(part.view, stream, _FOR_DIGESTS, to_write=False)
-                ids.pool.hold()
-                held.append(ids)
+                # What is held before an error is let go.
+                held.append(self._hold(part.view, stream, _FOR_DIGESTS, to_write=False))  # noqa: PERF401
             event = self._event()
             digests: CopyDigests | None = None
             try:
@@ -303,24 +309,18 @@ class DeviceCopier:
         ]
         return [(Paged(view, self._table(pool, view.section)), (0, view.page_tokens)) for view in views]
 
-    def _hold(self, view: View, stream: CopyStream, held: list[PageIds], *, to_write: bool) -> PageIds:
-        """Return the page ids of a view, whose pool is held and added to `held`."""
-        ids = self._held(view.own_pool, view.pages, view.first_page, stream, to_write=to_write)
+    def _hold(self, view: View, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
+        """Return the page ids of a view, whose pool is held."""
+        ids = self._held(view.own_pool, view.pages, stream, *purpose, to_write=to_write)
         ids.pool.hold()
-        held.append(ids)
         return ids
 
-    def _held_of(self, view: View, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
-        return self._held(view.own_pool, view.pages, view.first_page, stream, *purpose, to_write=to_write)
-
-    def _held(
-        self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *purpose: object, to_write: bool
-    ) -> PageIds:
+    def _held(self, pool: KVPool, pages: Pages, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
         def make() -> PageIds:
             memory = None
             if pages.size <= _SHORT_LIST:
                 memory, self._spare_ids = self._spare_ids, None
-            return PageIds(pool, pages, self._device, first_page, stream, to_write=to_write, memory=memory)
+            return PageIds(pool, pages, self._device, stream, to_write=to_write, memory=memory)
 
         return self._lists.get(make, pages, pool, stream, *purpose)
 
@@ -343,14 +343,14 @@ class DeviceCopier:
         return CopyDigests(self._digest_memories, stream, (source, target), key)
 
     def _digested(self, view: View, tokens: tuple[int, int], stream: CopyStream) -> Digested:
-        ids = self._held_of(view, stream, _FOR_DIGESTS, to_write=False)
+        ids = self._held(view.own_pool, view.pages, stream, _FOR_DIGESTS, to_write=False)
         key = (view.own_pool, stream, *shape_of(view, tokens))
         bound = self._bound_digests.get(key)
         if bound is None:
             if len(self._bound_digests) >= _SHAPES_MAX:
                 self._bound_digests.clear()
             bound = self._bound_digests[key] = BoundDigest(self._paged(view), tokens, stream)
-        return Digested(bound, ids, tokens)
+        return Digested(bound, (ids, view.first_page), tokens)
 
     def _read_trailer(self, slab: Parts | Slab) -> cuda.HostBytes:
         """Queue a copy of the 64 bytes behind a landed slab to the host; return the host memory."""
@@ -414,6 +414,12 @@ class DeviceCopier:
         self._tables = {key: table for key, table in self._tables.items() if key[0] not in closed}
         self._copies = {key: copy for key, copy in self._copies.items() if closed.isdisjoint(key)}
         self._bound_digests = {key: bound for key, bound in self._bound_digests.items() if key[0] not in closed}
+
+
+def _check_lists(parts: Sequence[tuple[View | Slab, View | Slab, tuple[int, int]]]) -> None:
+    """Check that the parts of each side name one list of pages."""
+    for sides in zip(*((near, far) for near, far, _ in parts), strict=True):
+        assert len({id(side.pages) for side in sides if isinstance(side, View)}) <= 1, "parts of a side name two lists"
 
 
 def _checked(work: Sequence[_Work], trailer: SealedTrailer | None) -> list[Callable[[], None]]:

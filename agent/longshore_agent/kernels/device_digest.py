@@ -47,7 +47,7 @@ from longshore_agent.kernels.device_grid import (
     unit_of,
 )
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel, Launch
-from longshore_agent.kernels.device_launch import Paged, PageIds
+from longshore_agent.kernels.device_launch import Listed, Paged
 from longshore_agent.kernels.digest import (
     BLOCK_BYTES,
     BLOCK_WORDS,
@@ -234,21 +234,22 @@ class BoundDigest:
         """Begin to compile the kernel in another thread. Raises DeviceError: the last attempt failed."""
         _KERNEL.ready(self._stream, self._grid.tile, self._tuning)
 
-    def checked(self, ids: PageIds, tokens: tuple[int, int]) -> Callable[[int, int], None]:
+    def checked(self, listed: Listed, tokens: tuple[int, int]) -> Callable[[int, int], None]:
         """Return the call that queues the digests of tokens [first, end); it raises only DeviceError.
 
         Its arguments are device addresses: of the key's words, and of zeroed sums, [planes, heads] uint64. Until the
         stream has passed the launch, pages, list, key and sums are in use.
 
         Args:
-            ids: of the same pool.
+            listed: pages of the same pool.
             tokens: equally many as at first, and at the same distance from the beginning of their page.
         Raises:
-            ShapeError: a token lies in no page of `ids`.
+            ShapeError: a token lies in no page of them.
             DeviceError: the kernel cannot be compiled.
         """
+        ids, first_page = listed
         assert ids.pool is self._pool, "page ids of another pool"
-        address = ids.address_of(tokens, self._page_tokens, unique=False)
+        address = ids.address_of(first_page, tokens, self._page_tokens, unique=False)
         if self._launch is None:
             self._launch = _KERNEL.bind(self._stream, self._grid, self._tuning)
         launch, row_first = self._launch, tokens[0] // self._row_tokens
@@ -301,7 +302,7 @@ class Digested(NamedTuple):
     """A part of a side whose digests are wanted, with a list of page ids that only digests read."""
 
     bound: BoundDigest
-    ids: PageIds
+    listed: Listed
     tokens: tuple[int, int]
 
 
@@ -347,7 +348,7 @@ class CopyDigests:
         """
         # The lists of page ids, too, are in use until the end.
         self._sides, self._key = sides, key
-        self._launches = [[part.bound.checked(part.ids, part.tokens) for part in side] for side in sides]
+        self._launches = [[part.bound.checked(part.listed, part.tokens) for part in side] for side in sides]
         self._counts = [[part.bound.count for part in side] for side in sides]
         self.memory = memories.take(stream, sum(map(sum, self._counts)))
 

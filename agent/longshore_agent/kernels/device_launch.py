@@ -32,6 +32,7 @@ from longshore_agent.kernels.device_grid import (
 from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel, Launch
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool, are_unique
+from longshore_wire.layout import PageOrder
 from longshore_wire.slabs import SealedTrailer, slab_bytes
 
 _ID_BYTES = 4
@@ -112,7 +113,6 @@ class PageIds:
         pool: KVPool,
         pages: Pages,
         device: torch.device,
-        first_page: int = 0,
         stream: CopyStream | None = None,
         *,
         to_write: bool = False,
@@ -121,7 +121,6 @@ class PageIds:
         """Check `pages` ([ids] int32, in the host's memory) and copy them. The caller may change them afterwards.
 
         Args:
-            first_page: number of the first id's page in the sequence.
             stream: the stream of all launches that will read them, where the copy is queued. None: wait for the copy.
             to_write: True: check now for repeated pages; False: `address_of` checks when it is first asked to.
             memory: for at least as many ids, if `stream` is given; None: allocate it. See `id_memory`.
@@ -134,7 +133,6 @@ class PageIds:
             raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension, at least one")
         pool.check_pages(pages)
         self.pool = pool
-        self._first_page = first_page
         self._ids = pages.copy()
         if stream is not None and stream.context is not None:
             self._table = id_memory(pages.size, device) if memory is None else memory
@@ -149,22 +147,24 @@ class PageIds:
         # The check may sort the ids, which takes as long as the copy. A source's pages may repeat.
         self._is_unique = to_write and are_unique(self._ids)
 
-    def address_of(self, tokens: tuple[int, int], page_tokens: int, *, unique: bool) -> int:
+    def address_of(self, first_page: int, tokens: tuple[int, int], page_tokens: int, *, unique: bool) -> int:
         """Return the device address of the id (int32) of the first token's page; the other pages' ids follow it.
 
         Args:
+            first_page: number of the first id's page in the sequence.
             tokens: [first, end) in the sequence, not empty.
             page_tokens: of the view.
-            unique: refuse a list with a repeated page, since two tokens would be written to one place.
+            unique: refuse a list with a repeated page, since two tokens would be written to one place. Pages of a slot have
+                layers of their own, so that each of them may be named again.
         Raises:
             ShapeError: a token lies in no page of the list.
             LongshoreError: TOKENS_OVERLAP.
         """
-        first, end = tokens[0] // page_tokens - self._first_page, -(-tokens[1] // page_tokens) - self._first_page
+        first, end = tokens[0] // page_tokens - first_page, -(-tokens[1] // page_tokens) - first_page
         if not 0 <= first < end <= self._count:
-            held = (self._first_page, self._first_page + self._count)
+            held = (first_page, first_page + self._count)
             raise ShapeError(f"pages are numbers [{held[0]}, {held[1]}) of a sequence: tokens {tokens} lie elsewhere")
-        if unique and not self._is_unique:
+        if unique and not self._is_unique and self.pool.layout.order is not PageOrder.SLOT:
             self.pool.check_pages(self._ids, unique=True)
             self._is_unique = True
         return self._address + first * _ID_BYTES
@@ -188,8 +188,12 @@ class Paged(NamedTuple):
 
 
 Side = Paged | Slab
+
+
+# The page ids of a side, and the number of the first one's page in the sequence.
+Listed = tuple[PageIds, int]
 # A side of one copy of a shape.
-Place = PageIds | Slab
+Place = Listed | Slab
 
 
 class _BoundSide(NamedTuple):
@@ -323,9 +327,10 @@ class BoundCopy:
     def _addresses(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
         """Return the addresses of a side's planes or slab, and of its first page id."""
         if side.table is not None:
-            assert isinstance(place, PageIds), f"{side.name} was pages"
-            assert place.pool is side.table.pool, "page ids of another pool"
-            return side.planes, place.address_of(tokens, side.page_tokens, unique=side.name == "target")
+            assert not isinstance(place, Slab), f"{side.name} was pages"
+            ids, first_page = place
+            assert ids.pool is side.table.pool, "page ids of another pool"
+            return side.planes, ids.address_of(first_page, tokens, side.page_tokens, unique=side.name == "target")
         assert isinstance(place, Slab), f"{side.name} was a slab"
         memory, offset_bytes, payload_bytes = place
         if payload_bytes != self._payload_bytes:

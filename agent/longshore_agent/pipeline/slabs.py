@@ -61,8 +61,6 @@ class PageTable:
     first_page: int
     pages: Pages
     _views: dict[tuple[KVPool, int, Interval, Interval], View] = field(default_factory=dict)
-    # A slot's pages one by one: a GPU has a list once for each object.
-    _slots: dict[int, Pages] = field(default_factory=dict)
 
     def parts(self, pool: KVPool, route: Pair, units: Interval, other: KVLayout | None = None) -> Parts:
         """Return the parts of a copy of the units that one slab of a pair of ranks moves; see `_parts`. Slabs share views."""
@@ -71,19 +69,10 @@ class PageTable:
         return _parts(pool.layout, route, units, other, partial(self._view, pool, route))
 
     def holding(self, layout: KVLayout, layers: Interval) -> tuple[Pages, int]:
-        """Return the pages of these layers, and the number of the first one: of a slot, the one that holds them."""
-        if layout.order is not PageOrder.SLOT or len(self.pages) == 1:
+        """Return the pages, and the number of the first one for these layers: of a slot, the page that holds them is page 0."""
+        if layout.order is not PageOrder.SLOT:
             return self.pages, self.first_page
-        return self._slot((layers[0] - layout.layers.start) // layout.page_size)
-
-    def lists(self, layout: KVLayout) -> list[tuple[Pages, int]]:
-        """Return the lists that copies name, and the number of the first page of each: one, or of a slot one for each page."""
-        if layout.order is not PageOrder.SLOT or len(self.pages) == 1:
-            return [(self.pages, self.first_page)]
-        return [self._slot(at) for at in range(len(self.pages))]
-
-    def _slot(self, at: int) -> tuple[Pages, int]:
-        return self._slots.setdefault(at, self.pages[at : at + 1]), 0
+        return self.pages, -((layers[0] - layout.layers.start) // layout.page_size)
 
     def _view(self, pool: KVPool, route: Pair, section: int, layers: Interval) -> View:
         key = (pool, section, layers, route.sections[section])

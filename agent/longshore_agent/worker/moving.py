@@ -105,14 +105,10 @@ class Mover:
         """
         if self.failure or not len(table.pages):
             return
-        lists = table.lists(pool.layout)
         if half is Half.SOURCE and (Way.DIRECT in ways or (not ways and self._gives_directly)):
-            for listed in lists:
-                self._copier.prepare_pages(pool, *listed, to_write=False, direct=True)
+            self._copier.prepare_pages(pool, table.pages, to_write=False, direct=True)
         if not ways or ways - {Way.DIRECT}:
-            to_write = half is Half.TARGET
-            for listed in lists:
-                self._copier.prepare_pages(pool, *listed, to_write=to_write, direct=False)
+            self._copier.prepare_pages(pool, table.pages, to_write=half is Half.TARGET, direct=False)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 

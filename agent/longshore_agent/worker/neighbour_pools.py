@@ -322,8 +322,7 @@ class NeighbourPools:
         # The claim's slabs will fail with the same error, if any come.
         with contextlib.suppress(LongshoreError):
             if len(table.pages):
-                for listed in table.lists(mapped.layout):
-                    self._copier.prepare_pages(mapped, *listed, to_write=True, direct=True)
+                self._copier.prepare_pages(mapped, table.pages, to_write=True, direct=True)
 
     def _begin(self, slab: OutboundSlab, mapped: KVPool) -> None:
         effect = slab.effect

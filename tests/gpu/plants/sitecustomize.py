@@ -111,11 +111,11 @@ def plant(file: Path) -> None:
         before, after = changes(named(), now[0])
         return calls(self, [step for step in (before, *copies, after) if step is not None])
 
-    def hold_shifted(self: DeviceCopier, view: Any, stream: Any, held: Any, *, to_write: bool) -> Any:
+    def hold_shifted(self: DeviceCopier, view: Any, stream: Any, *purpose: Any, to_write: bool) -> Any:
         wrong = "a wrong page that is written" if to_write else "a wrong page that is read"
-        if named() == wrong:
+        if named() == wrong and not purpose:
             view = msgspec.structs.replace(view, pages=np.roll(view.pages, -1))
-        return hold(self, view, stream, held, to_write=to_write)
+        return hold(self, view, stream, *purpose, to_write=to_write)
 
     DeviceCopier.submit, CopyDigests.calls, DeviceCopier._hold = submit_and_remember, calls_damaged, hold_shifted
 
