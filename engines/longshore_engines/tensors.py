@@ -200,11 +200,12 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
     """Return the layout of a rank. Heads can always be split, tokens of a block only in a format with tokens.
 
     Args:
-        tensors: by layer name; each [blocks, heads, tokens, content], without gaps inside a (block, head).
+        tensors: by layer name, in the order of the layers; each [blocks, heads, tokens, content], without gaps inside a
+            (block, head).
     Raises:
         LayoutError, ArgumentError: this layout cannot describe the cache; names the layer and its property.
     """
-    names = sorted(tensors, key=layer_number)
+    names = list(tensors)
     if not names:
         raise ArgumentError("there are no KV tensors: a model without attention layers has nothing to move")
     first = tensors[names[0]]
@@ -227,10 +228,10 @@ def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFor
         raise LayoutError(
             f"layer {names[0]} keeps {content} elements of a token and head: K and V have {2 * cache.head_dim} together"
         )
-    if [layer_number(name) for name in names] != list(layout.layers):
+    if len(names) != len(layout.layers):
         raise LayoutError(
-            f"this rank has KV of layers {[layer_number(name) for name in names]} and should have "
-            f"{layout.layers.start} to {layout.layers.stop - 1}: layers that share or have no KV cannot be moved"
+            f"this rank has KV of {len(names)} layers, {names[0]} to {names[-1]}, and should have {len(layout.layers)}: layers that "
+            "share or have no KV cannot be moved"
         )
     if heads != len(layout.heads):
         raise LayoutError(
@@ -248,7 +249,7 @@ def share(
     """Move CPU tensors to shared memory in place, or get the handles of a GPU's. Call it once, before their first use.
 
     Args:
-        caches: of each, its tensors by layer name, and its shape.
+        caches: of each, its tensors by layer name, in the order of the layers, and its shape.
         slots: further caches.
     Raises:
         LayoutError, ArgumentError: as `layout_of`, or the memory cannot be shared.
@@ -256,7 +257,7 @@ def share(
     parts = []
     for tensors, shape in caches:
         layout = layout_of(tensors, shape, pages)
-        ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
+        ordered = list(tensors.values())
         parts.append(
             _Part(ordered, layout, ordered[0].shape[0], functools.partial(_planes, layout=layout, pages=pages))
         )

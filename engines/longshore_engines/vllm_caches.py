@@ -185,8 +185,6 @@ def caches_of(
         _check_apart(own)
         first = own[cache.names[0]]
         counts = [stage[name] for stage in stages]
-        before = sum(counts[: parallel.pp_rank])
-        own = {f"layers.{index}": tensor for index, tensor in enumerate(own.values(), before)}
         is_of_draft = cache.kind in {DRAFT, DRAFT_INDEX}
         owner = vllm_config.speculative_config.draft_model_config if is_of_draft else model
         total, fields = int(owner.get_total_num_kv_heads()), vars(owner.hf_text_config)

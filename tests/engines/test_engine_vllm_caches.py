@@ -155,6 +155,16 @@ def test_groups_of_windows_are_caches_of_their_own_and_overlay_each_other():
     assert found.content == "CPU_ATTN vec torch.float32"
 
 
+def test_layers_are_in_the_order_of_their_numbers_and_errors_name_them():
+    _, attention = allocation()
+    names = {"m.layers.10.attn": attention(2), "m.layers.2.attn": attention(1), "m.layers.1.attn": attention(0)}
+    (geometry,) = described(engine(heads=1, layers=11), [cache_group(FULL, *names)], names).shared.geometries
+    assert [plane.offset for plane in geometry.planes] == [0, BLOCKS * PAGE_BYTES, 2 * BLOCKS * PAGE_BYTES]
+    names["m.layers.10.attn"] = torch.zeros((BLOCKS, 1, TOKENS, DIM))
+    with pytest.raises(LayoutError, match=r"layer m\.layers\.10\.attn has the shape .* and that of m\.layers\.1\.attn"):
+        described(engine(heads=1, layers=11), [cache_group(FULL, *names)], names)
+
+
 def gated(*, is_dim_first, key_heads=2, heads=4, width=4, rows=3, layer=0):
     """Return a layer's state, and the rank's sections of a conv state: heads and elements of each."""
     tensor, _ = allocation()
