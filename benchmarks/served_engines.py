@@ -26,6 +26,8 @@ from mps_daemon import mps_daemon, mps_logs
 
 ROOT = Path(__file__).parents[1]
 READY_LIMIT_S, REQUEST_LIMIT_S, END_LIMIT_S = 240.0, 120.0, 20.0
+# Servers close a connection that was idle for 5 s, perhaps while a request comes: "Server disconnected without a response".
+IDLE_S = 2.0
 LOG_CHARACTERS, LOG_CHARACTERS_MAX = 6000, 1_000_000
 VOCABULARY = 32_000
 DENSE = "dense"
@@ -149,7 +151,7 @@ class ServedEngine(ABC):
                 process_group=0,
                 env=environment | {"CUDA_VISIBLE_DEVICES": visible},
             )
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=self.request_limit_s, limits=limits)
 
     def wait_ready(self) -> None:
