@@ -22,7 +22,7 @@ RECORD_VARIABLE = "E2E_RECORD"
 TOKENS_EQUAL = "tokens equal those of one engine alone, and differ if what moved is zeroed"
 BYTES_EQUAL = "each byte is equal, and tokens differ if what moved is zeroed"
 TOKENS_AND_BYTES = "tokens equal those of one engine alone, and each byte is equal"
-_KEYS = ("engine", "family", "moves", "shows", "on")
+_KEYS = ("engine", "family", "moves", "shows", "on", "release")
 _SIZES = re.compile(r"([tp]p\d+)-(?:decode-)?([tp]p\d+)", re.IGNORECASE)
 
 
@@ -54,7 +54,7 @@ def _add(engine: str, name: str, shows: str, moves: str, sizes: list[str]) -> No
     row["date"] = dt.datetime.now(tz=dt.UTC).date().isoformat()
     rows, known = [], set()
     for each in recorded():
-        # The same test of another day or release gives way.
+        # The same test of another day gives way.
         if any(each[key] != row[key] for key in _KEYS):
             rows.append(each)
         elif all(each[key] == value for key, value in row.items()):

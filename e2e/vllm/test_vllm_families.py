@@ -798,7 +798,9 @@ def test_with_the_moved_states_zeroed_answers_change(gated: tuple[str, Scene], s
 SCALED = [
     GPUS_ALONE,
     pytest.mark.family(
-        "Qwen3 with fp8, int8 or int4 K and V, a scale for each head", "each rank's heads and scales", BYTES_EQUAL
+        "Qwen3 with fp8, int8 or int4 K and V, a scale for each token and head",
+        "each rank's heads and scales",
+        BYTES_EQUAL,
     ),
 ]
 CACHE_TYPES = [

@@ -37,7 +37,7 @@ from longshore_engines.handover import WANTS_DECODE, Offer, Order, Prompt
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
 from longshore_engines.vllm_caches import caches_of, held_back, page_groups
-from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, roles_of, setting, sleeps_on_gpu
+from longshore_engines.vllm_checks import OPAQUE, check_engine, check_version, is_pooled, roles_of, setting
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -113,7 +113,7 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._setting = setting(self._kv_transfer_config.kv_connector_extra_config)
         check_version(vllm_version, allow_untested=self._setting.allow_untested_version)
-        check_engine(vllm_config, kv_cache_config, allots_memory=hasattr(KVConnectorBase_V1, "get_mem_pool_context"))
+        check_engine(vllm_config, kv_cache_config, vllm_version)
         self._roles = roles_of(self._kv_transfer_config)
         self._book: RequestBook | None = None
         self._client: Client | None = None
@@ -243,10 +243,10 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_mem_pool_context(self) -> Any:
         """Return a context that allocates the cache, or None for vLLM's own.
 
-        What vLLM allocates for sleep mode no other process can map. So the cache is allocated as without sleep mode, and stays
-        while the engine sleeps.
+        What vLLM allocates for sleep mode no other process can map. So the cache is allocated as without it, and stays while the
+        engine sleeps.
         """
-        if not sleeps_on_gpu(self._vllm_config):
+        if not is_pooled(self._vllm_config):
             return None
         import torch
 
@@ -257,6 +257,11 @@ class LongshoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Share this rank's cache with the agent; called once, before anything is computed."""
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(kv_caches))
         states = {name: layers[name].kv_cache for name in kv_caches if isinstance(layers[name], MambaBase)}
+        for name, layer in layers.items():
+            # Otherwise vLLM would set all scales to 1 in its first step, those that have come, too.
+            make_scales = getattr(getattr(layer, "impl", None), "_ensure_scale_caches", None)
+            if make_scales is not None and self._vllm_config.cache_config.cache_dtype.endswith("_per_token_head"):
+                make_scales(kv_caches[name])
         writers = {name: _written_by(layers[name]) for name in kv_caches if name not in states}
         found = caches_of(
             self._vllm_config,

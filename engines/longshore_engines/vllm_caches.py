@@ -25,7 +25,7 @@ from longshore_engines.tensors import (
     state_slots,
     whole_heads,
 )
-from longshore_engines.vllm_checks import page_format
+from longshore_engines.vllm_checks import is_index, page_format
 from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
@@ -87,11 +87,6 @@ def kind_of(group: Any) -> str:
     if len(kinds) != 1:
         raise ArgumentError(f"a group has layers of the kinds {', '.join(sorted(kinds))}: one is known")
     return kinds.pop()
-
-
-def _is_index(spec: Any) -> bool:
-    """Return whether a layer keeps keys by which another selects tokens, which every rank has whole, as it has a latent."""
-    return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
 def _check_state(name: str, spec: Any) -> None:
@@ -202,7 +197,9 @@ def caches_of(
         tensors.append((own, shape))
         parts = first.shape[0] // kv_cache_config.num_blocks
         sources.append(CacheGroups((cache.group,), page_size=first.shape[2], parts=parts))
-        writer = f"{writers[cache.names[0]]} {_element(first, vllm_config)}"
+        # The option is not of index keys, which have a type of their own.
+        element = str(first.dtype) if is_index(spec) else _element(first, vllm_config)
+        writer = f"{writers[cache.names[0]]} {element}"
         written[name] = f"{writer} in {parts} parts" if parts > 1 else writer
     slots, repeats, texts = _slots(vllm_config, groups, kinds, states, parallel, is_dim_first=is_dim_first)
     named = tuple(group for group, kind in enumerate(kinds) if kind == _STATE)
@@ -249,7 +246,7 @@ def _attention(groups: Sequence[Any], kinds: Sequence[str], layers: int) -> dict
             continue
         by_kind: dict[str, list[str]] = {}
         for name in sorted(group.layer_names, key=layer_number):
-            of_model, of_draft = (INDEX, DRAFT_INDEX) if _is_index(specs_of(group)[name]) else (kind, DRAFT)
+            of_model, of_draft = (INDEX, DRAFT_INDEX) if is_index(specs_of(group)[name]) else (kind, DRAFT)
             by_kind.setdefault(of_draft if is_draft(name, layers) else of_model, []).append(name)
         found += [_Attention(each, index, tuple(names)) for each, names in by_kind.items()]
     found.sort(key=lambda cache: (_ORDER.index(cache.kind), cache.group))

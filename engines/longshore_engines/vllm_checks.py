@@ -40,10 +40,10 @@ PAGE_FORMATS = {
 }
 OPAQUE, TOKENS = "opaque", "tokens"
 # vLLM's types of a cache that were tried. Of others layers of one model have several, or they need other GPUs.
-CACHE_TYPES = frozenset(
-    {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"}
-    | {"fp8_ds_mla", "fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"}
-)
+CACHE_TYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+# With this release and later ones some more was tried.
+_LATER = (0, 33)
+_LATER_TYPES = frozenset({"fp8_ds_mla", "fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"})
 # Ways of speculative decoding: one without layers, a small model, layers of the model itself, and layers that read its states.
 NGRAM = "ngram"
 SPECULATIVE_METHODS = frozenset({NGRAM, "draft_model", "mtp", "eagle", "eagle3"})
@@ -152,17 +152,22 @@ def page_format(pages: str, written_by: str) -> PageFormat:
     return found
 
 
-def sleeps_on_gpu(vllm_config: Any) -> bool:
-    """Return whether the engine can give memory of a GPU away while it sleeps."""
-    return bool(vllm_config.model_config.enable_sleep_mode) and vllm_config.device_config.device_type != "cpu"
+def is_index(spec: Any) -> bool:
+    """Return whether a layer keeps keys by which another selects tokens, which every rank has whole, as it has a latent."""
+    return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
-def check_engine(vllm_config: Any, kv_cache_config: Any, *, allots_memory: bool) -> None:
-    """Raise ArgumentError if the connector cannot move this kind of cache; names the kind.
+def _has_index(spec: Any) -> bool:
+    return any(map(is_index, getattr(spec, "kv_cache_specs", {"": spec}).values()))
 
-    Args:
-        allots_memory: this vLLM asks its connector where to allocate the cache.
-    """
+
+def is_pooled(vllm_config: Any) -> bool:
+    """Return whether vLLM would allocate the cache in a pool that no other process can map, as for sleep mode."""
+    return bool(vllm_config.model_config.enable_cumem_allocator) and vllm_config.device_config.device_type != "cpu"
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any, version: str) -> None:
+    """Raise ArgumentError if the connector cannot move this kind of cache; names the kind."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     states = [spec for spec in specs if hasattr(spec, "mamba_type")]
     parallel = vllm_config.parallel_config
@@ -171,23 +176,33 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, allots_memory: bool)
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the model's layers keep recurrent states: vLLM deals these "
             "layers to groups in turn, so that a stage has a part of each group; use 1"
         )
-    unit = vllm_config.cache_config.prefix_match_unit or min((spec.block_size for spec in specs), default=0)
-    if any(spec.mamba_cache_mode == "align" and spec.block_size > unit for spec in states):
+    aligned = [spec for spec in states if spec.mamba_cache_mode == "align"]
+    # As vLLM chooses it.
+    unit = vllm_config.cache_config.prefix_match_unit or math.gcd(*(spec.block_size for spec in specs))
+    if any(spec.block_size > unit for spec in aligned):
         raise ArgumentError(
-            f"prefixes may end after {unit} tokens, within a block of states, which was not tried: leave prefix_match_unit out, or "
-            "start with --no-enable-prefix-caching"
+            f"prefixes may end after each {unit} tokens, within a block of states, which was not tried: leave prefix_match_unit out if "
+            "it is given, or start with --no-enable-prefix-caching"
         )
-    if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES:
-        raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(CACHE_TYPES))} were tried")
+    if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES | _LATER_TYPES:
+        tried = ", ".join(sorted(CACHE_TYPES | _LATER_TYPES))
+        raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {tried} were tried")
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        raise ArgumentError("hisparse_config is given: a cache in the host's memory was not tried; leave it out")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < _LATER:
+        later = {
+            "enable_cumem_allocator or enable_sleep_mode": is_pooled(vllm_config),
+            f"kv_cache_dtype {cache_type!r}": cache_type in _LATER_TYPES,
+            "index keys of sparse attention": any(map(_has_index, specs)),
+            "speculative decoding with states in a prefix cache": any(spec.num_speculative_blocks for spec in aligned),
+        }
+        if tried_later := next((what for what, is_meant in later.items() if is_meant), None):
+            raise ArgumentError(f"vLLM {version} with {tried_later} was not tried: use vLLM {_LATER[0]}.{_LATER[1]}")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise ArgumentError(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}: tokens of a sequence would lie "
             "on several ranks; use 1"
-        )
-    if sleeps_on_gpu(vllm_config) and not allots_memory:
-        raise ArgumentError(
-            "enable_sleep_mode is on: this vLLM allocates its cache in memory that the agent cannot map; use vLLM 0.33, or start "
-            "without sleep mode"
         )
     speculative = vllm_config.speculative_config
     if speculative is None:

@@ -644,11 +644,16 @@ def test_a_prompt_after_which_a_chunk_begins_offers_the_chunks_last_page_which_d
     groups = (PageGroup(16), PageGroup(16, chunk=64, unit_tokens=16))
     prefill, decode = book(groups=groups, held_back=1), book(groups=groups, held_back=1)
     prefill.allocated("p", {"do_remote_decode": True}, ((1,), (1,)), 128, 0)
-    prefill.computed("p", (range(1, 9), range(11, 19)), 128)
-    (offer,) = prefill.take_orders()
-    assert offer.groups == ((tuple(range(1, 9)), 0, 128), ((18,), 112, 128))
-    assert groups[1].held((0,) * 8, 0, 128, 128).pages == ()
-    assert decode.take_orders() == ()
+    for end in (64, 128):
+        prefill.computed("p", (range(1, 9), range(11, 19)), end)
+    _, told = prefill.finished("p", {"do_remote_decode": True}, 128, complete=True)
+    first, last, *_ = prefill.take_orders()
+    assert (first.groups[1], last.groups[1]) == (((), 128, 128), ((18,), 112, 128))
+    # Decode computes the token after these.
+    assert decode.matched("d", told, 129, 0, 0.0) == 128
+    decode.allocated("d", told, (range(21, 30), [0] * 8 + [39]), 129, 128)
+    (claim,) = decode.take_orders()
+    assert claim.groups == ((tuple(range(21, 29)), 0, 128), ((), 128, 128))
 
 
 def test_a_prompt_without_ids_is_computed_here_at_once_also_if_its_router_has_named_the_room():

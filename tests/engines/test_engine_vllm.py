@@ -15,6 +15,7 @@ from stand_in_vllm import (
     CacheConfig,
     Factory,
     FullAttentionSpec,
+    Layer,
     Role,
     SlidingWindowSpec,
     Status,
@@ -55,6 +56,7 @@ def config(socket, instance, **extra):
             kv_connector_extra_config={"socket": socket, **extra},
         ),
         device_config=SimpleNamespace(device_type="cpu"),
+        attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -66,7 +68,7 @@ def config(socket, instance, **extra):
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
         model_config=SimpleNamespace(
             use_mla=False,
-            enable_sleep_mode=False,
+            enable_cumem_allocator=False,
             get_total_num_hidden_layers=lambda: 2,
             get_total_num_kv_heads=lambda: HEADS,
             hf_text_config=SimpleNamespace(),
@@ -415,6 +417,22 @@ def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monke
         worker.register_kv_caches(
             {f"model.layers.{n}.attn": torch.zeros((6, HEADS, TOKENS, 2 * DIM)) for n in range(2)}
         )
+
+
+def test_scales_beside_a_head_are_made_before_the_cache_is_shared_since_making_them_overwrites_those_that_came(
+    tmp_path, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(Layer, "impl", SimpleNamespace(_ensure_scale_caches=made.append), raising=False)
+    settings = config(str(tmp_path / "nobody"), "scaled", connect_limit_s=1)
+    settings.cache_config.cache_dtype = "fp8_per_token_head"
+    with installed("0.33.0"):
+        kind = importlib.import_module("longshore_engines.vllm").LongshoreConnector
+        worker = kind(settings, Role.WORKER, cache_config())
+        caches = {f"model.layers.{n}.attn": torch.zeros((6, HEADS, TOKENS, 2 * DIM)) for n in range(2)}
+        with pytest.raises(ConnectError):
+            worker.register_kv_caches(caches)
+    assert [id(each) for each in made] == [id(each) for each in caches.values()]
 
 
 @pytest.mark.shows("option.pages")

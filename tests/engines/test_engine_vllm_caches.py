@@ -262,7 +262,7 @@ def test_a_page_of_states_has_the_layers_of_a_group_or_one_layer_if_groups_are_u
 
 def test_index_keys_are_caches_beside_the_latents_of_their_group_which_each_rank_has_whole():
     tensor, _ = allocation()
-    latents, keys = (tensor(at, (1, TOKENS, DIM), torch.bfloat16) for at in (0, 1))
+    latents, keys = tensor(0, (1, TOKENS, DIM), torch.bfloat16), tensor(1, (1, TOKENS, DIM), torch.uint8)
     names, tensors = {}, {}
     for layer in ("l.0", "mtp.layers.0"):
         names |= {f"{layer}.attn": MLAAttentionSpec(TOKENS, DIM)}
@@ -279,7 +279,7 @@ def test_index_keys_are_caches_beside_the_latents_of_their_group_which_each_rank
         (name, 1) for name in caches
     ]
     assert [cache.groups for cache in found.groups] == [(0,)] * 4
-    assert found.content.startswith("kv: CPU_ATTN vec torch.bfloat16; index: INDEXER torch.bfloat16; draft: CPU_ATTN")
+    assert found.content.startswith("kv: CPU_ATTN vec torch.bfloat16; index: INDEXER torch.uint8; draft: CPU_ATTN")
     with pytest.raises(ArgumentError, match="index is written by INDEXER"):
         described(config, [group], tensors, pages="tokens", writers=writers)
 

@@ -28,6 +28,9 @@ def engine(*, groups=1, **changes):
         "block": 64,
         "cache": "auto",
         "unit": None,
+        "hidden": None,
+        "spares": 0,
+        "role": "SPARSE",
         "lookahead": 0,
         **changes,
     }
@@ -37,14 +40,17 @@ def engine(*, groups=1, **changes):
             tensor_parallel_size=2,
             pipeline_parallel_size=values["stages"],
         ),
-        model_config=SimpleNamespace(use_mla=values["mla"], enable_sleep_mode=values["sleep"]),
+        model_config=SimpleNamespace(use_mla=values["mla"], enable_cumem_allocator=values["sleep"]),
+        attention_config=SimpleNamespace(hisparse_config=values["hidden"]),
         cache_config=SimpleNamespace(cache_dtype=values["cache"], prefix_match_unit=values["unit"]),
         device_config=SimpleNamespace(device_type=values["device"]),
         speculative_config=values["speculative"],
         num_prefill_lookahead_tokens=values["lookahead"],
     )
-    attention = SimpleNamespace(block_size=values["block"])
-    state = SimpleNamespace(block_size=64, mamba_type="MAMBA2", mamba_cache_mode=values["states"])
+    attention = SimpleNamespace(block_size=values["block"], cache_role=SimpleNamespace(name=values["role"]))
+    state = SimpleNamespace(
+        block_size=64, mamba_type="MAMBA2", mamba_cache_mode=values["states"], num_speculative_blocks=values["spares"]
+    )
     specs = [state if values["states"] else attention] * groups + [attention]
     return config, SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
@@ -73,18 +79,29 @@ def test_other_versions_are_refused_with_the_range_and_the_option_that_lets_them
         {"speculative": DRAFT},
         {"speculative": NGRAM},
         {"speculative": MTP, "lookahead": 1},
-        {"cache": "fp8_per_token_head"},
         {"states": "align"},
         {"states": "none", "block": 16},
     ],
 )
 def test_models_with_one_group_of_layers_are_served(changes):
-    check_engine(*engine(**changes), allots_memory=False)
+    check_engine(*engine(**changes), "0.32.0")
 
 
-def test_engines_on_gpus_may_sleep_where_the_connector_allots_the_cache():
-    check_engine(*engine(sleep=True, device="cuda"), allots_memory=True)
-    check_engine(*engine(device="cuda"), allots_memory=False)
+LATER = [
+    ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
+    ({"cache": "fp8_per_token_head"}, "kv_cache_dtype 'fp8_per_token_head'"),
+    ({"cache": "fp8_ds_mla"}, "kv_cache_dtype 'fp8_ds_mla'"),
+    ({"role": "INDEXER"}, "index keys"),
+    ({"states": "align", "spares": 2}, "speculative decoding with states in a prefix cache"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), LATER)
+def test_what_was_tried_with_a_later_release_alone_is_refused_by_name_with_an_earlier_one(changes, said):
+    for version in ("0.33.0", "dev"):
+        check_engine(*engine(**changes), version)
+    with pytest.raises(ArgumentError, match=rf"vLLM 0\.32\.1 with .*{said}.*: use vLLM 0\.33"):
+        check_engine(*engine(**changes), "0.32.1")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +109,11 @@ def test_engines_on_gpus_may_sleep_where_the_connector_allots_the_cache():
     [
         ({"groups": 2, "states": "none", "stages": 2}, "recurrent states"),
         ({"cache": "nvfp4"}, "kv_cache_dtype is 'nvfp4': only auto"),
-        ({"unit": 32, "states": "align"}, "after 32 tokens, within a block of states.*prefix_match_unit"),
-        ({"block": 16, "states": "align"}, "after 16 tokens, within a block of states"),
+        ({"unit": 32, "states": "align"}, "after each 32 tokens, within a block of states.*prefix_match_unit"),
+        ({"block": 96, "states": "align"}, "after each 32 tokens"),
+        ({"block": 16, "states": "align"}, "after each 16 tokens, within a block of states"),
         ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
-        ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
+        ({"hidden": object()}, "hisparse_config"),
         (
             {"speculative": SimpleNamespace(method="medusa")},
             "method is 'medusa': only draft_model, eagle, eagle3, mtp, ngram were tried",
@@ -110,7 +128,7 @@ def test_engines_on_gpus_may_sleep_where_the_connector_allots_the_cache():
 )
 def test_what_cannot_be_moved_is_refused_by_name(changes, said):
     with pytest.raises(ArgumentError, match=said):
-        check_engine(*engine(**changes), allots_memory=False)
+        check_engine(*engine(**changes), "0.33.0")
 
 
 def test_options_have_defaults_and_are_read():
