@@ -25,7 +25,7 @@ from longshore_engines.tensors import (
     state_slots,
     whole_heads,
 )
-from longshore_engines.vllm_checks import is_index, page_format
+from longshore_engines.vllm_checks import is_index, page_format, specs_of
 from longshore_wire.layout import Parallel
 
 _FULL, _WINDOW, _STATE = "kv", "window", "state"
@@ -61,13 +61,6 @@ class Caches(NamedTuple):
     shared: SharedCaches
     groups: tuple[CacheGroups, ...]
     content: str
-
-
-def specs_of(group: Any) -> Mapping[str, Any]:
-    """Return the spec of each layer of a group."""
-    spec = group.kv_cache_spec
-    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    return dict.fromkeys(group.layer_names, spec) if found is None else found
 
 
 def kind_of(group: Any) -> str:

@@ -62,8 +62,8 @@ class Setting(NamedTuple):
 
 def check_version(version: str, *, allow_untested: bool) -> None:
     """Raise ArgumentError if the connector was not tested with this version of vLLM, or log it where that is allowed."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
+    found = _release(version)
+    if found is not None and VERSION_MIN <= found < VERSION_END:
         return
     low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
     why = f"vLLM {version}: this connector was tested with vLLM >= {low}, < {end}"
@@ -73,6 +73,12 @@ def check_version(version: str, *, allow_untested: bool) -> None:
             "kv_connector_extra_config.allow_untested_version"
         )
     _log.warning("%s: compare its answers with those of one engine alone", why)
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Return a version's first two numbers; None: it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def roles_of(transfer_config: Any) -> tuple[Half, ...]:
@@ -157,8 +163,11 @@ def is_index(spec: Any) -> bool:
     return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
-def _has_index(spec: Any) -> bool:
-    return any(map(is_index, getattr(spec, "kv_cache_specs", {"": spec}).values()))
+def specs_of(group: Any) -> Mapping[str, Any]:
+    """Return the spec of each layer of a group."""
+    spec = group.kv_cache_spec
+    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return dict.fromkeys(group.layer_names, spec) if found is None else found
 
 
 def is_pooled(vllm_config: Any) -> bool:
@@ -184,17 +193,18 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, version: str) -> None:
             f"prefixes may end after each {unit} tokens, within a block of states, which was not tried: leave prefix_match_unit out if "
             "it is given, or start with --no-enable-prefix-caching"
         )
-    if (cache_type := vllm_config.cache_config.cache_dtype) not in CACHE_TYPES | _LATER_TYPES:
-        tried = ", ".join(sorted(CACHE_TYPES | _LATER_TYPES))
-        raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {tried} were tried")
+    if (cache_type := vllm_config.cache_config.cache_dtype) not in (tried := CACHE_TYPES | _LATER_TYPES):
+        raise ArgumentError(f"kv_cache_dtype is {cache_type!r}: only {', '.join(sorted(tried))} were tried")
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         raise ArgumentError("hisparse_config is given: a cache in the host's memory was not tried; leave it out")
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and (int(found[1]), int(found[2])) < _LATER:
+    release = _release(version)
+    if release is not None and release < _LATER:
         later = {
             "enable_cumem_allocator or enable_sleep_mode": is_pooled(vllm_config),
             f"kv_cache_dtype {cache_type!r}": cache_type in _LATER_TYPES,
-            "index keys of sparse attention": any(map(_has_index, specs)),
+            "index keys of sparse attention": any(
+                is_index(spec) for group in kv_cache_config.transfer_groups for spec in specs_of(group).values()
+            ),
             "speculative decoding with states in a prefix cache": any(spec.num_speculative_blocks for spec in aligned),
         }
         if tried_later := next((what for what, is_meant in later.items() if is_meant), None):

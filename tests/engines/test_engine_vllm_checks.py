@@ -52,7 +52,9 @@ def engine(*, groups=1, **changes):
         block_size=64, mamba_type="MAMBA2", mamba_cache_mode=values["states"], num_speculative_blocks=values["spares"]
     )
     specs = [state if values["states"] else attention] * groups + [attention]
-    return config, SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    return config, SimpleNamespace(
+        transfer_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["l"]) for spec in specs]
+    )
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0rc1", "0.33.0"])
